@@ -1,0 +1,220 @@
+"""What a call may look like: checks of the arguments, and whether the kernels take it.
+
+Every check runs on the host before any launch and reads shapes, dtypes and devices only; the contents of cu_seqlens are
+looked at when they are on the CPU anyway, or when the environment variable QLA_DEBUG is 1 (which waits for the device).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qla.device import device_spec
+
+KERNEL_CAPABILITY = (9, 0)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DIM = 128
+MAX_TOKENS = 2**31 - 1  # token rows are int32 in the kernels; element offsets are 64-bit
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The size of one call, after the checks: plain numbers, no tensors.
+
+    dtype: of q, k, v and o.
+    batch, tokens: B and T of the inputs as given; batch is 1 when varlen.
+    key_heads, value_heads: H and HV.
+    key_dim, value_dim: K and V as given, before padding.
+    num_seqs: number of sequences S: batch, or the packed sequences of cu_seqlens.
+    varlen: whether cu_seqlens is given.
+    """
+
+    dtype: torch.dtype
+    batch: int
+    tokens: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    num_seqs: int
+    varlen: bool
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of each sequence, or 0 when cu_seqlens tells."""
+        return 0 if self.varlen else self.tokens
+
+    def state_shape(self, state_v_first: bool) -> tuple[int, int, int, int]:
+        """[S, HV, K, V], or [S, HV, V, K] if state_v_first."""
+        inner = (self.value_dim, self.key_dim) if state_v_first else (self.key_dim, self.value_dim)
+        return (self.num_seqs, self.value_heads, *inner)
+
+
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_options: object) -> str | None:
+    """Why the kernels do not take these inputs, or None if they do. Never launches anything.
+
+    q, k: [B, T, H, K]; v: [B, T, HV, V]. The other arguments of ``chunk_gated_delta_rule`` may follow; they do not matter.
+    A call with a reason runs through PyTorch instead, with one warning for each reason.
+    """
+    if q.device.type != "cuda":
+        return f"the kernels need a CUDA device, and q is on {q.device}"
+    capability = device_spec(q.device).capability
+    if capability != KERNEL_CAPABILITY:
+        return f"the kernels need compute capability 9.0 (Hopper), and {q.device} has {capability[0]}.{capability[1]}"
+    if q.dtype not in KERNEL_DTYPES:
+        return f"the kernels take bfloat16 and float16, and q is {_name(q.dtype)}"
+    for dim, size in (("K", k.shape[-1]), ("V", v.shape[-1])):
+        if size > KERNEL_DIM:
+            return f"the kernels take head sizes up to {KERNEL_DIM}, and {dim} is {size}"
+    return None
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+) -> Problem:
+    """Checks the tensors of one call and returns its size.
+
+    The shapes are those of ``chunk_gated_delta_rule``. Raises TypeError for something that is not a tensor or has a
+    wrong dtype, ValueError for a wrong shape, device or value; the message names the argument, the rule and what it got.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _check_floating(name, x)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
+    _check_shapes(q, k, v, g, beta)
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _check_device(name, x, q)
+
+    batch, tokens, key_heads, key_dim = q.shape
+    num_seqs = batch if cu_seqlens is None else _check_cu_seqlens(q, cu_seqlens, cu_seqlens_cpu)
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu is a copy of cu_seqlens and needs it, got cu_seqlens=None")
+    problem = Problem(q.dtype, batch, tokens, key_heads, v.shape[2], key_dim, v.shape[3], num_seqs, cu_seqlens is not None)
+    if initial_state is not None:
+        _check_initial_state(initial_state, problem, q, state_v_first)
+    return problem
+
+
+def check_scale(scale: float | None, key_dim: int) -> float:
+    """The scale as a float; K^-0.5 for None. TypeError or ValueError unless it is a finite number."""
+    if scale is None:
+        return float(key_dim) ** -0.5
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    value = float(scale)
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be finite, got {value}")
+    return value
+
+
+def check_cu_seqlens_values(values: list[int], tokens: int, name: str = "cu_seqlens") -> None:
+    """ValueError unless the values start at 0, never fall and end at or before ``tokens``."""
+    if values[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {values[0]}")
+    for n, (begin, end) in enumerate(zip(values, values[1:], strict=False)):
+        if end < begin:
+            raise ValueError(f"{name} must not decrease, got {begin} and then {end} at index {n + 1}")
+    if values[-1] > tokens:
+        raise ValueError(f"{name} must end at or before the number of tokens, {tokens}, got {values[-1]}")
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, stacklevel: int = 3) -> None:
+    """A RuntimeWarning the first time this message comes up in the process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_floating(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {_name(x.dtype)}")
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def _check_shape(name: str, x: Tensor, form: str, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name} must have shape {form} = {list(expected)}, got {list(x.shape)}")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    for name, x, form in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have shape {form}, got {list(x.shape)}")
+    batch, tokens, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    _check_shape("k", k, "[B, T, H, K]", (batch, tokens, heads, key_dim))
+    _check_shape("v", v, "[B, T, HV, V]", (batch, tokens, value_heads, value_dim))
+    for name, x in (("g", g), ("beta", beta)):
+        _check_shape(name, x, "[B, T, HV]", (batch, tokens, value_heads))
+    for name, form, size in (("q", "H", heads), ("q", "K", key_dim), ("v", "HV", value_heads), ("v", "V", value_dim)):
+        if size < 1:
+            raise ValueError(f"{name} must have {form} >= 1, got {form} = {size}")
+    if value_heads % heads:
+        raise ValueError(f"v must have a number of heads HV that is a multiple of q's H = {heads}, got HV = {value_heads}")
+    if batch * tokens > MAX_TOKENS:
+        raise ValueError(f"q must have B * T <= {MAX_TOKENS}, got {batch * tokens}")
+
+
+def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> int:
+    """Checks cu_seqlens against q [1, T, H, K]; returns the number of sequences."""
+    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if name == "cu_seqlens_cpu" and x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
+        if x.dim() != 1 or x.numel() < 1:
+            raise ValueError(f"{name} must have shape [S + 1], got {list(x.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"q must have B = 1 when cu_seqlens is given (sequences packed along T), got B = {q.shape[0]}")
+    if cu_seqlens.device.type != "cpu":
+        _check_device("cu_seqlens", cu_seqlens, q)
+
+    tokens = q.shape[1]
+    if cu_seqlens_cpu is not None:
+        if cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(f"cu_seqlens_cpu must be on the CPU, got {cu_seqlens_cpu.device}")
+        _check_shape("cu_seqlens_cpu", cu_seqlens_cpu, "cu_seqlens's", tuple(cu_seqlens.shape))
+        check_cu_seqlens_values(cu_seqlens_cpu.tolist(), tokens, "cu_seqlens_cpu")
+    if cu_seqlens.device.type == "cpu" or os.environ.get("QLA_DEBUG") == "1":
+        values = cu_seqlens.tolist()
+        check_cu_seqlens_values(values, tokens)
+        if cu_seqlens_cpu is not None and values != cu_seqlens_cpu.tolist():
+            raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens, {values}, got {cu_seqlens_cpu.tolist()}")
+    return cu_seqlens.numel() - 1
+
+
+def _check_initial_state(initial_state: Tensor, problem: Problem, q: Tensor, state_v_first: bool) -> None:
+    _check_floating("initial_state", initial_state)
+    form = "[S, HV, V, K]" if state_v_first else "[S, HV, K, V]"
+    _check_shape("initial_state", initial_state, form, problem.state_shape(state_v_first))
+    _check_device("initial_state", initial_state, q)

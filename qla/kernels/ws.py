@@ -1,0 +1,104 @@
+"""Shared vocabulary of the warp-specialised kernels: limits, rings, the compile target, device helpers.
+
+Every helper that emits device code is a ``T.macro`` or ``T.inline`` method. A plain Python helper would trace to
+nothing: the arrive inside it is dropped without an error and the kernel hangs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tilelang
+import tilelang.language as T
+from tilelang.cuda.intrinsics.macro.wgmma_macro_generator import TensorCoreIntrinEmitter
+from tvm import DataType
+
+WARP = 32
+WARPGROUP = 128  # threads
+CHUNK = 64  # tokens a chunk
+HEAD_DIM = 128  # K = V = 128: narrower heads are padded by the caller
+TILE_BYTES = 8192  # a [64, 64] tile of 16-bit values, rows of 128 bytes swizzled in 16-byte pieces
+SMEM_LIMIT_SM90 = 232448  # bytes a block may opt in to
+REGS_PER_SM = 65536
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@T.meta_class
+class Ring:
+    """`depth` buffer slots guarded by a full and an empty mbarrier each; `i` is the running count of fills.
+
+    `producers` and `consumers` are the numbers of threads that arrive for one fill and for one release.
+    """
+
+    def __init__(self, depth: int, producers: int, consumers: int, name: str):
+        self.depth = depth
+        self.full = T.alloc_barrier([producers] * depth)
+        self.empty = T.alloc_barrier([consumers] * depth)
+
+    def slot(self, i):
+        return i % self.depth
+
+    @T.inline
+    def acquire(self, i):  # producer: wait until slot i may be overwritten
+        T.barrier_wait(self.empty[i % self.depth], (i // self.depth + 1) % 2)
+
+    @T.inline
+    def commit(self, i):  # producer: slot i is filled
+        T.barrier_arrive(self.full[i % self.depth])
+
+    @T.inline
+    def wait(self, i):  # consumer: wait until slot i is filled
+        T.barrier_wait(self.full[i % self.depth], (i // self.depth) % 2)
+
+    @T.inline
+    def release(self, i):  # consumer: slot i may be overwritten
+        T.barrier_arrive(self.empty[i % self.depth])
+
+
+def state_fragment(rows: int, cols: int) -> T.Fragment:
+    """Layout of a wgmma accumulator [cols, rows] (64 rows of it a warpgroup) seen as its transpose [rows, cols].
+
+    It lets ldmatrix.trans and stmatrix.trans move a [token, V] tile of shared memory straight into, or out of, the
+    registers of a product that is kept as [V, token].
+    """
+    return T.Fragment(
+        (rows, cols),
+        forward_thread_fn=lambda r, c: (c // 16) * 32 + (c % 8) * 4 + (r % 8) // 2,
+        forward_index_fn=lambda r, c: (r // 8) * 4 + ((c // 8) % 2) * 2 + r % 2,
+    )
+
+
+@contextlib.contextmanager
+def _accumulator_fence_of_one_warpgroup() -> Iterator[None]:
+    """Size the accumulator fence of a wgmma by what one thread owns.
+
+    TileLang 0.1.15 counts the rows of all warpgroups that share the product, so with M = 128 over two warpgroups the
+    fence names twice the registers of the local array: out of bounds, and ptxas then spills phantom registers.
+    """
+    original = TensorCoreIntrinEmitter.wgmma_accum_regs
+    TensorCoreIntrinEmitter.wgmma_accum_regs = property(
+        lambda e: e.wgmma_num_inst_m * e.warp_cols * e.local_size_out * DataType(e.accum_dtype).bits // 32
+    )
+    try:
+        yield
+    finally:
+        TensorCoreIntrinEmitter.wgmma_accum_regs = original
+
+
+def lowering() -> contextlib.AbstractContextManager[None]:
+    """Context in which the kernels of this package must be lowered."""
+    return _accumulator_fence_of_one_warpgroup()
+
+
+def compile_kernel(prim_func: Any) -> Callable[..., None]:
+    """Compile for sm_90a. Every barrier is the kernel's own: TileLang inserts none."""
+    with lowering():
+        return tilelang.compile(prim_func, target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
+
+
+PASS_CONFIGS = {
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    # bounds are the kernels' own too: the checks TileLang would add cost registers in the roles that have none left
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
+}
