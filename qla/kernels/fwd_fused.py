@@ -1,9 +1,11 @@
 """Fused forward of the gated delta rule: U, W, Vd, S and O of all chunks of one (sequence, value head, V half).
 
-The state is kept V-first, S^T [V, K], in the accumulators of the consumer warpgroups (64 rows of V each), and every
-product of the recurrence is transposed so that its left operand comes from registers and its right one is a tile of
-shared memory as loaded. The chain of one warpgroup never leaves it. Algebra of one chunk (gates g cumulative, in log2
-units; gamma = 2^g; L the last token; s the scale; A the gated inverse of ``kkt_solve``):
+The state is kept V-first, S^T [V, K], in the accumulators of the STATE warpgroups (64 rows of V each). Every product of
+the recurrence is transposed so that its left operand comes from registers and its right one is a tile of shared memory
+as loaded: the chain of a STATE warpgroup never leaves it. Nothing of the output stands in that chain: a chunk's entering
+state and its Vd go, rounded, through shared memory to the OUTPUT warpgroup, which follows one chunk behind.
+Algebra of one chunk (gates g cumulative, in log2 units; gamma = 2^g; L the last token; s the scale; A the gated inverse
+of ``kkt_solve``):
     U  = K S                          W  = diag(beta) V - diag(beta gamma) U            Vd = A W
     P  = s Lower(Gamma * Q K^T)       O  = s diag(gamma) Q S + P Vd                     S' = gamma_L S + K^T diag(gamma_L/gamma) Vd
 
@@ -11,34 +13,35 @@ Shapes   Q, K [N, H, 128], V, O [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulativ
          N tokens, H and HV heads, sequences, scale, initial/final state, their layout: run-time values.
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
-    STATE   0-255 | 0-127    208 | 208   the recurrence (two warpgroups | one)
-    SCORE   next 128          72 | 128   P, one chunk ahead
-    IO      last 128          24 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
-Shared memory                   bytes (block_v = 128 | 64)
-    q        [3, 64, 128]       49152
-    k        [3, 64, 128]       49152
-    v        [3, 64, block_v]   49152 | 24576
-    a        [3, 64, 64]        24576
-    p        [64, 64]            8192
-    o        [64, block_v]      16384 | 8192
-    gates    6 x [3, 64] fp32    4608
-    decay    [3] fp32              16
-    barriers                    about 112 (static)
+    STATE   0-255 | 0-127    168 | 208   the recurrence (two warpgroups | one)
+    OUTPUT  next 128         144 | 152   P and O
+    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
+Shared memory                      bytes (block_v = 128 | 64)
+    q        [3, 64, 128]          49152   O of the chunk is staged over its Q
+    k        [3, 64, 128]          49152
+    v        [3, 64, block_v]      49152 | 24576
+    a        [3, 64, 64]           24576
+    state    2 x [block_v, 64]     32768 | 16384
+    vd       [block_v, 64]         16384 | 8192
+    gates    6 x [3, 64] fp32       4608
+    decay    [3] fp32                 16
 Barriers
-    name          signalled by   waited by      count
-    tiles.full    IO 0, IO 1     STATE, SCORE   64, and the bytes of the TMA loads
-    tiles.empty   STATE, SCORE   IO 0, IO 1     STATE threads + 128
-    p.full        SCORE          STATE          128
-    p.empty       STATE          SCORE          STATE threads
-    o.full        STATE          IO 2           STATE threads
-    o.empty       IO 2           STATE          32
-    tail          IO 0           IO 0           32: a last chunk that is not whole is cleaned before it is handed on
+    name          signalled by   waited by       count
+    tiles.full    IO 0, IO 1     STATE, OUTPUT   64, and the bytes of the TMA loads
+    tiles.empty   STATE, IO 2    IO 0, IO 1      STATE threads + 32: once O has left, OUTPUT is done with the chunk
+    state.full    STATE          OUTPUT          STATE threads
+    state.empty   OUTPUT         STATE           128
+    vd.full       STATE          OUTPUT          STATE threads
+    vd.empty      OUTPUT         STATE           128
+    o_full        OUTPUT         IO 2            128 (one a slot of tiles)
+    tail          IO 0           IO 0            32: a last chunk that is not whole is cleaned before it is handed on
 Schedule of chunk i (| separates what runs while wgmma is in flight)
-    IO 0    acquire tiles | TMA K, Q, A, V | commit           IO 1   acquire tiles | gates of the chunk | commit
-    SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
-    STATE   wait tiles | U, O = S Q | W | Vd = A W | decay S, scale O | S += K^T Vd | wait p | O += P Vd
-            release tiles, p | U of chunk i + 1 | acquire o | store O | commit o
-    IO 2    wait o | TMA O (rows one by one in a last chunk that is not whole) | release o
+    IO 0    acquire tiles | TMA K, V, A, Q | commit           IO 1   acquire tiles | gates of the chunk | commit
+    STATE   S += K^T Vd | hand on Vd | wait tiles i + 1 | U of chunk i + 1 by halves of K, as the halves of S come
+            release tiles i | hand on S | load V | W | Vd = A W | decay S
+    OUTPUT  wait tiles | P = Q K^T | wait state | O = Q S | gate P | release state | scale O | wait vd | O += P Vd
+            release vd | O over Q | commit o
+    IO 2    wait o | TMA O (rows one by one in a last chunk that is not whole) | release tiles
 """
 
 import functools
@@ -71,13 +74,13 @@ FULL_ROW = T.GemmWarpPolicy.FullRow
 
 class Role(IntEnum):
     STATE = 0
-    SCORE = 1
+    OUTPUT = 1
     IO = 2
 
 
 REGS = {
-    128: {Role.STATE: 208, Role.SCORE: 72, Role.IO: 24},
-    64: {Role.STATE: 208, Role.SCORE: 128, Role.IO: 40},
+    128: {Role.STATE: 168, Role.OUTPUT: 144, Role.IO: 32},
+    64: {Role.STATE: 208, Role.OUTPUT: 152, Role.IO: 40},
 }
 
 
@@ -119,8 +122,8 @@ class FwdConfig:
             "k": self.stages * CHUNK * HEAD_DIM * 2,
             "v": self.stages * CHUNK * self.block_v * 2,
             "a": self.stages * CHUNK * CHUNK * 2,
-            "p": CHUNK * CHUNK * 2,
-            "o": CHUNK * self.block_v * 2,
+            "state": self.block_v * HEAD_DIM * 2,
+            "vd": self.block_v * CHUNK * 2,
         }
 
     @property
@@ -148,6 +151,25 @@ static __device__ __forceinline__ int qla_load_transposed(const void* tiles, F* 
   for (int i = 0; i < 4; ++i)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[4 * i]), "=r"(r[4 * i + 1]), "=r"(r[4 * i + 2]), "=r"(r[4 * i + 3]) : "r"(at + i * 2048) : "memory");
+  return 0;
+}
+// accumulators [64 tokens, 64 * count columns], rounded, to `count` consecutive tiles; one warpgroup
+template <typename E, int count>
+static __device__ __forceinline__ int qla_store_output(const float* acc, void* tiles, int thread) {
+  const int lane = thread & 31, row = ((thread >> 5) & 3) * 16 + (lane & 15);
+  const unsigned at = (unsigned)__cvta_generic_to_shared(tiles) + row * 128;
+#pragma unroll
+  for (int j = 0; j < 4 * count; ++j) {
+    unsigned r[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      E pair[2] = {E(acc[8 * j + 2 * e]), E(acc[8 * j + 2 * e + 1])};
+      r[e] = *reinterpret_cast<unsigned*>(pair);
+    }
+    const int piece = (j & 3) * 2 + (lane >> 4);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::
+                 "r"(at + (j >> 2) * 8192 + ((piece ^ (row & 7)) << 4)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  }
   return 0;
 }
 // state of one head, [V, K] or [K, V] in memory, <-> accumulators [V, K] in two halves of K; 8 lanes share a 32-byte sector
@@ -213,17 +235,19 @@ def issue_u_second(s, t):
 
 
 @T.macro
-def issue_qs(s, t):
-    # O^T = S^T Q^T
-    T.wgmma_gemm(s.Sb0, s.q[t, :, 0:HALF], s.O, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-    T.wgmma_gemm(s.Sb1, s.q[t, :, HALF:HEAD_DIM], s.O, transpose_B=True, policy=FULL_ROW)
+def hand_on_state(s, i, state):
+    state.acquire(i)
+    T.copy(s.Sb0, s.state0)
+    T.copy(s.Sb1, s.state1)
+    T.fence_proxy_async()
+    state.commit(i)
 
 
 @T.macro
 def correct_values(s, t, tx):
-    # in flight: U, O = S Q. Leaves nothing in flight: Vd, O scaled and S decayed.
-    T.call_extern("int32", "qla_load_transposed", T.address_of(s.v[t, 0, 0]), s.Vt.data, tx)
-    T.wait_wgmma(2)
+    # in flight: U. Leaves nothing in flight: Vd ready and S decayed.
+    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
+    T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.U, num_regs=32)
     # W = diag(beta) V - diag(beta gamma) U
     for v, c in T.Parallel(s.block_v, CHUNK):
@@ -235,90 +259,83 @@ def correct_values(s, t, tx):
         s.S0[v, k] *= s.last[0]
     for v, k in T.Parallel(s.block_v, HALF):
         s.S1[v, k] *= s.last[0]
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(s.O, num_regs=32)
-    for v, c in T.Parallel(s.block_v, CHUNK):
-        s.O[v, c] *= s.scale_gamma[t, c]
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.Vd, num_regs=32)
 
 
 @T.macro
-def issue_state_and_output(s, t, i, p_ring):
+def issue_state(s, t, i, vd):
     # S^T += (Vd^T diag(gamma_L/gamma)) K, in halves
     for v, c in T.Parallel(s.block_v, CHUNK):
         s.Vdn[v, c] = s.Vd[v, c] * s.gamma_rest[t, c]
     T.wgmma_gemm(s.Vdn, s.k[t, :, 0:HALF], s.S0, policy=FULL_ROW)
     T.wgmma_gemm(s.Vdn, s.k[t, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
-    # O^T += Vd^T P^T
     T.copy(s.Vd, s.Vdb)
-    p_ring.wait(i)
-    T.wgmma_gemm(s.Vdb, s.p, s.O, transpose_B=True, policy=FULL_ROW)
-
-
-@T.macro
-def take_output(s, i, p_ring):
-    T.warpgroup_fence_operand(s.O, num_regs=32)
-    p_ring.release(i)
-    for v, c in T.Parallel(s.block_v, CHUNK):
-        s.Ot[c, v] = s.O[v, c]
-
-
-@T.macro
-def hand_output(s, i, o_ring):
-    o_ring.acquire(i)
-    T.copy(s.Ot, s.o)
+    vd.acquire(i)
+    T.copy(s.Vdb, s.vd)
     T.fence_proxy_async()
-    o_ring.commit(i)
+    vd.commit(i)
 
 
 @T.macro
-def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
+def state_role(cfg, s, tiles, state, vd, num_chunks, tx):
     tiles.wait(0)
     issue_u_first(s, 0)
     issue_u_second(s, 0)
-    issue_qs(s, 0)
+    hand_on_state(s, 0, state)
     correct_values(s, 0, tx)
     for i in T.serial(num_chunks - 1):
-        issue_state_and_output(s, i % cfg.stages, i, p_ring)
+        issue_state(s, i % cfg.stages, i, vd)
         tiles.wait(i + 1)
-        T.wait_wgmma(2)
+        T.wait_wgmma(1)
         T.warpgroup_fence_operand(s.S0, num_regs=32)
         issue_u_first(s, (i + 1) % cfg.stages)
-        T.wait_wgmma(2)
+        T.wait_wgmma(1)
         T.warpgroup_fence_operand(s.S1, num_regs=32)
         tiles.release(i)
         issue_u_second(s, (i + 1) % cfg.stages)
-        T.wait_wgmma(2)
-        take_output(s, i, p_ring)
-        issue_qs(s, (i + 1) % cfg.stages)
-        hand_output(s, i, o_ring)
+        hand_on_state(s, i + 1, state)
         correct_values(s, (i + 1) % cfg.stages, tx)
-    issue_state_and_output(s, T.truncmod(num_chunks - 1, cfg.stages), num_chunks - 1, p_ring)
+    issue_state(s, T.truncmod(num_chunks - 1, cfg.stages), num_chunks - 1, vd)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.S0, num_regs=32)
     T.warpgroup_fence_operand(s.S1, num_regs=32)
-    take_output(s, num_chunks - 1, p_ring)
-    hand_output(s, num_chunks - 1, o_ring)
 
 
 @T.macro
-def score_role(cfg, s, tiles, p_ring, num_chunks):
+def output_role(cfg, s, tiles, state, vd, o_full, num_chunks, tx):
     for i in T.serial(num_chunks):
         tiles.wait(i)
-        # P = s Lower(Gamma * Q K^T); the mask comes after the exponential, where an upper entry may be infinite
+        # P = s Lower(Gamma * Q K^T)
         T.wgmma_gemm(s.q[i % cfg.stages, :, :], s.k[i % cfg.stages, :, :], s.P, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-        T.wait_wgmma(0)
+        state.wait(i)
+        # O = Q S
+        T.wgmma_gemm(s.q[i % cfg.stages, :, 0:HALF], s.state0, s.O, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+        T.wgmma_gemm(s.q[i % cfg.stages, :, HALF:HEAD_DIM], s.state1, s.O, transpose_B=True, policy=FULL_ROW)
+        T.wait_wgmma(2)
         T.warpgroup_fence_operand(s.P, num_regs=32)
+        # the mask comes after the exponential, where an upper entry may be infinite
         for r, c in T.Parallel(CHUNK, CHUNK):
             s.P[r, c] *= T.exp2(s.g_scaled[i % cfg.stages, r] - s.g[i % cfg.stages, c])
         for r, c in T.Parallel(CHUNK, CHUNK):
             s.Pb[r, c] = T.if_then_else(r >= c, s.P[r, c], 0.0)
-        p_ring.acquire(i)
-        T.copy(s.Pb, s.p)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(s.O, num_regs=cfg.block_v // 2)
+        state.release(i)
+        # O = s diag(gamma) Q S + P Vd
+        for c, v in T.Parallel(CHUNK, cfg.block_v):
+            s.O[c, v] *= s.scale_gamma[i % cfg.stages, c]
+        vd.wait(i)
+        T.wgmma_gemm(s.Pb, s.vd, s.O, transpose_B=True, policy=FULL_ROW)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(s.O, num_regs=cfg.block_v // 2)
+        vd.release(i)
+        T.call_extern(
+            "int32", f"qla_store_output<{'bfloat16_t' if cfg.dtype == 'bfloat16' else 'half_t'}, {cfg.block_v // 64}>",
+            s.O.data, T.access_ptr(s.q[i % cfg.stages, 0, 0], "w"), tx,
+        )  # fmt: skip
         T.fence_proxy_async()
-        p_ring.commit(i)
-        tiles.release(i)
+        T.barrier_arrive(o_full[i % cfg.stages])
 
 
 @T.macro
@@ -371,18 +388,18 @@ def gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
 
 
 @T.macro
-def store_warp(cfg, s, o_ring, O, begin, length, hv, v0, num_chunks, row_stride, lane):
+def store_warp(cfg, s, tiles, o_full, O, begin, length, hv, v0, num_chunks, row_stride, lane):
     for i in T.serial(num_chunks):
-        o_ring.wait(i)
+        T.barrier_wait(o_full[i % cfg.stages], (i // cfg.stages) % 2)
         if (i + 1) * CHUNK <= length:
-            T.tma_copy(s.o, O[begin + i * CHUNK : begin + (i + 1) * CHUNK, hv, v0 : v0 + cfg.block_v])
+            T.tma_copy(s.q[i % cfg.stages, :, 0 : cfg.block_v], O[begin + i * CHUNK : begin + (i + 1) * CHUNK, hv, v0 : v0 + cfg.block_v])
             T.tma_store_wait(0)
         else:
             T.call_extern(
-                "int32", "qla_store_rows", T.address_of(O[begin + i * CHUNK, hv, v0]), T.address_of(s.o[0, 0]),
+                "int32", "qla_store_rows", T.address_of(O[begin + i * CHUNK, hv, v0]), T.access_ptr(s.q[i % cfg.stages, 0, 0], "r"),
                 cfg.block_v // 64, length - i * CHUNK, T.cast(row_stride, "int64"), lane,
             )  # fmt: skip
-        o_ring.release(i)
+        tiles.release(i)
 
 
 def prim_func(cfg: FwdConfig):
@@ -420,8 +437,9 @@ def prim_func(cfg: FwdConfig):
                 k=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
                 v=T.alloc_shared((st, CHUNK, bv), dt),
                 a=T.alloc_shared((st, CHUNK, CHUNK), dt),
-                p=T.alloc_shared((CHUNK, CHUNK), dt),
-                o=T.alloc_shared((CHUNK, bv), dt),
+                state0=T.alloc_shared((bv, HALF), dt),
+                state1=T.alloc_shared((bv, HALF), dt),
+                vd=T.alloc_shared((bv, CHUNK), dt),
                 g=T.alloc_shared((st, CHUNK), f32, scope="shared"),
                 g_scaled=T.alloc_shared((st, CHUNK), f32, scope="shared"),  # g + log2 s
                 beta=T.alloc_shared((st, CHUNK), f32, scope="shared"),
@@ -439,8 +457,7 @@ def prim_func(cfg: FwdConfig):
                 Vd=T.alloc_fragment((bv, CHUNK), f32),
                 Vdb=T.alloc_fragment((bv, CHUNK), dt),
                 Vdn=T.alloc_fragment((bv, CHUNK), dt),
-                O=T.alloc_fragment((bv, CHUNK), f32),
-                Ot=T.alloc_fragment((CHUNK, bv), dt),
+                O=T.alloc_fragment((CHUNK, bv), f32),
                 last=T.alloc_local((1,), f32),
                 P=T.alloc_fragment((CHUNK, CHUNK), f32),
                 Pb=T.alloc_fragment((CHUNK, CHUNK), dt),
@@ -449,12 +466,13 @@ def prim_func(cfg: FwdConfig):
                 bf=T.alloc_fragment((CHUNK,), f32),
             )
             T.annotate_layout({
-                s.Vt: state_fragment(CHUNK, bv), s.Ot: state_fragment(CHUNK, bv),
+                s.Vt: state_fragment(CHUNK, bv),
                 s.v: make_full_bank_swizzled_layout(s.v), s.a: make_full_bank_swizzled_layout(s.a),
             })  # fmt: skip
-            tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + WARPGROUP, name="tiles")
-            p_ring = Ring(1, producers=WARPGROUP, consumers=cfg.state_threads, name="p_ring")
-            o_ring = Ring(1, producers=cfg.state_threads, consumers=WARP, name="o_ring")
+            tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + WARP, name="tiles")
+            state = Ring(1, producers=cfg.state_threads, consumers=WARPGROUP, name="state")
+            vd = Ring(1, producers=cfg.state_threads, consumers=WARPGROUP, name="vd")
+            o_full = T.alloc_barrier([WARPGROUP] * st)
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
@@ -481,12 +499,12 @@ def prim_func(cfg: FwdConfig):
                 base = T.cast(item, "int64") * (HEAD_DIM * HEAD_DIM)
                 load_state(s, H0, base, v0, v_first, use_h0, tx)
                 if num_chunks > 0:
-                    state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx)
+                    state_role(cfg, s, tiles, state, vd, num_chunks, tx)
                 if use_ht != 0:
                     store_state(s, HT, base, v0, v_first, tx)
             elif tx < cfg.state_threads + WARPGROUP:
-                T.set_max_nreg(cfg.regs[Role.SCORE], 0)
-                score_role(cfg, s, tiles, p_ring, num_chunks)
+                T.set_max_nreg(cfg.regs[Role.OUTPUT], 1 if cfg.regs[Role.OUTPUT] > REGS_PER_SM // cfg.threads else 0)
+                output_role(cfg, s, tiles, state, vd, o_full, num_chunks, tx)
             else:
                 T.set_max_nreg(cfg.regs[Role.IO], 0)
                 if tx < cfg.state_threads + WARPGROUP + WARP:
@@ -494,7 +512,7 @@ def prim_func(cfg: FwdConfig):
                 elif tx < cfg.state_threads + WARPGROUP + 2 * WARP:
                     gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
                 elif tx < cfg.state_threads + WARPGROUP + 3 * WARP:
-                    store_warp(cfg, s, o_ring, O, begin, length, hv, v0, num_chunks, HV * HEAD_DIM, tx % WARP)
+                    store_warp(cfg, s, tiles, o_full, O, begin, length, hv, v0, num_chunks, HV * HEAD_DIM, tx % WARP)
 
     return fwd_fused_kernel
 
