@@ -110,10 +110,10 @@ def check_inputs(
     return problem
 
 
-def check_scale(scale: float | None, key_dim: int) -> float:
+def check_scale(scale: object, key_dim: int) -> float:
     """The scale as a float; K^-0.5 for None. TypeError or ValueError unless it is a finite number."""
     if scale is None:
-        return float(key_dim) ** -0.5
+        return math.pow(key_dim, -0.5)
     if not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     value = float(scale)
@@ -136,11 +136,11 @@ def check_cu_seqlens_values(values: list[int], tokens: int, name: str = "cu_seql
 _warned: set[str] = set()
 
 
-def warn_once(message: str, stacklevel: int = 3) -> None:
-    """A RuntimeWarning the first time this message comes up in the process."""
+def warn_once(message: str) -> None:
+    """A RuntimeWarning the first time this message comes up in the process; it points at the caller of the calling function."""
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -38,12 +38,13 @@ def device_spec(device: torch.device | int | str) -> DeviceSpec:
     return _spec_of_index(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _spec_of_index(index: int) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(index)
     return DeviceSpec(
         index=index,
         capability=(properties.major, properties.minor),
         sm_count=properties.multi_processor_count,
-        smem_limit=properties.shared_memory_per_block_optin,
+        # Some builds of torch do not carry the opt-in limit.
+        smem_limit=int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)),
     )

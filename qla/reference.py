@@ -169,15 +169,15 @@ class _Steps:
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, H, D] to [chunks, H, C, D] in ``dtype``. Rows outside a sequence become 0 whatever they hold, NaN too."""
-        chunks, size = self.rows.shape
-        picked = x.flatten(0, 1).index_select(0, self.rows.flatten()).unflatten(0, (chunks, size)).to(dtype)
+        picked = x.flatten(0, 1).index_select(0, self.rows.flatten()).to(dtype)
+        picked = picked.view(*self.rows.shape, *x.shape[2:])
         return torch.where(self.valid[..., None, None], picked, 0).transpose(1, 2)
 
     def scatter(self, x: Tensor) -> Tensor:
         """[chunks, H, C, D] to [B, T, H, D]; rows that no sequence owns are 0."""
         values = x.transpose(1, 2)[self.valid]
         out = values.new_zeros(self.batch * self.tokens, *values.shape[1:])
-        return out.index_copy(0, self.rows[self.valid], values).unflatten(0, (self.batch, self.tokens))
+        return out.index_copy(0, self.rows[self.valid], values).view(self.batch, self.tokens, *values.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,8 @@ def _gated_inverse(k: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
     """(I + StrictLower(diag(beta) (Gamma * K K^T)))^-1 for k [.., C, K], beta [.., C], Gamma [.., C, C]."""
     products = (beta.unsqueeze(-1) * (decay * (k @ k.transpose(-1, -2)))).tril(-1)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
-    return torch.linalg.solve_triangular(identity + products, identity.expand_as(products), upper=False, unitriangular=True)
+    inverse: Tensor = torch.linalg.solve_triangular(identity + products, identity.expand_as(products), upper=False, unitriangular=True)
+    return inverse
 
 
 def _finish(

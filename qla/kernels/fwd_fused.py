@@ -1,11 +1,9 @@
 """Fused forward of the gated delta rule: U, W, Vd, S and O of all chunks of one (sequence, value head, V half).
 
-The state is kept V-first, S^T [V, K], in the accumulators of the STATE warpgroups (64 rows of V each). Every product of
-the recurrence is transposed so that its left operand comes from registers and its right one is a tile of shared memory
-as loaded: the chain of a STATE warpgroup never leaves it. Nothing of the output stands in that chain: a chunk's entering
-state and its Vd go, rounded, through shared memory to the OUTPUT warpgroup, which follows one chunk behind.
-Algebra of one chunk (gates g cumulative, in log2 units; gamma = 2^g; L the last token; s the scale; A the gated inverse
-of ``kkt_solve``):
+The state is kept V-first, S^T [V, K], in the accumulators of the consumer warpgroups (64 rows of V each), and every
+product of the recurrence is transposed so that its left operand comes from registers and its right one is a tile of
+shared memory as loaded. The chain of one warpgroup never leaves it. Algebra of one chunk (gates g cumulative, in log2
+units; gamma = 2^g; L the last token; s the scale; A the gated inverse of ``kkt_solve``):
     U  = K S                          W  = diag(beta) V - diag(beta gamma) U            Vd = A W
     P  = s Lower(Gamma * Q K^T)       O  = s diag(gamma) Q S + P Vd                     S' = gamma_L S + K^T diag(gamma_L/gamma) Vd
 
@@ -13,35 +11,34 @@ Shapes   Q, K [N, H, 128], V, O [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulativ
          N tokens, H and HV heads, sequences, scale, initial/final state, their layout: run-time values.
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
-    STATE   0-255 | 0-127    168 | 208   the recurrence (two warpgroups | one)
-    OUTPUT  next 128         144 | 152   P and O
-    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
-Shared memory                      bytes (block_v = 128 | 64)
-    q        [3, 64, 128]          49152   O of the chunk is staged over its Q
-    k        [3, 64, 128]          49152
-    v        [3, 64, block_v]      49152 | 24576
-    a        [3, 64, 64]           24576
-    state    2 x [block_v, 64]     32768 | 16384
-    vd       [block_v, 64]         16384 | 8192
-    gates    6 x [3, 64] fp32       4608
-    decay    [3] fp32                 16
+    STATE   0-255 | 0-127    208 | 208   the recurrence (two warpgroups | one)
+    SCORE   next 128          72 | 128   P, one chunk ahead
+    IO      last 128          24 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
+Shared memory                   bytes (block_v = 128 | 64)
+    q        [3, 64, 128]       49152
+    k        [3, 64, 128]       49152
+    v        [3, 64, block_v]   49152 | 24576
+    a        [3, 64, 64]        24576
+    p        [64, 64]            8192
+    o        [64, block_v]      16384 | 8192
+    gates    6 x [3, 64] fp32    4608
+    decay    [3] fp32              16
+    barriers                    about 112 (static)
 Barriers
-    name          signalled by   waited by       count
-    tiles.full    IO 0, IO 1     STATE, OUTPUT   64, and the bytes of the TMA loads
-    tiles.empty   STATE, IO 2    IO 0, IO 1      STATE threads + 32: once O has left, OUTPUT is done with the chunk
-    state.full    STATE          OUTPUT          STATE threads
-    state.empty   OUTPUT         STATE           128
-    vd.full       STATE          OUTPUT          STATE threads
-    vd.empty      OUTPUT         STATE           128
-    o_full        OUTPUT         IO 2            128 (one a slot of tiles)
-    tail          IO 0           IO 0            32: a last chunk that is not whole is cleaned before it is handed on
+    name          signalled by   waited by      count
+    tiles.full    IO 0, IO 1     STATE, SCORE   64, and the bytes of the TMA loads
+    tiles.empty   STATE, SCORE   IO 0, IO 1     STATE threads + 128
+    p.full        SCORE          STATE          128
+    p.empty       STATE          SCORE          STATE threads
+    o.full        STATE          IO 2           STATE threads
+    o.empty       IO 2           STATE          32
+    tail          IO 0           IO 0           32: a last chunk that is not whole is cleaned before it is handed on
 Schedule of chunk i (| separates what runs while wgmma is in flight)
-    IO 0    acquire tiles | TMA K, V, A, Q | commit           IO 1   acquire tiles | gates of the chunk | commit
-    STATE   S += K^T Vd | hand on Vd | wait tiles i + 1 | U of chunk i + 1 by halves of K, as the halves of S come
-            release tiles i | hand on S | load V | W | Vd = A W | decay S
-    OUTPUT  wait tiles | P = Q K^T | wait state | O = Q S | gate P | release state | scale O | wait vd | O += P Vd
-            release vd | O over Q | commit o
-    IO 2    wait o | TMA O (rows one by one in a last chunk that is not whole) | release tiles
+    IO 0    acquire tiles | TMA K, Q, A, V | commit           IO 1   acquire tiles | gates of the chunk | commit
+    SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
+    STATE   wait tiles | U, O = S Q | W | Vd = A W | decay S, scale O | S += K^T Vd | wait p | O += P Vd
+            release tiles, p | U of chunk i + 1 | acquire o | store O | commit o
+    IO 2    wait o | TMA O (rows one by one in a last chunk that is not whole) | release o
 """
 
 import functools
@@ -74,13 +71,13 @@ FULL_ROW = T.GemmWarpPolicy.FullRow
 
 class Role(IntEnum):
     STATE = 0
-    OUTPUT = 1
+    SCORE = 1
     IO = 2
 
 
 REGS = {
-    128: {Role.STATE: 168, Role.OUTPUT: 144, Role.IO: 32},
-    64: {Role.STATE: 208, Role.OUTPUT: 152, Role.IO: 40},
+    128: {Role.STATE: 208, Role.SCORE: 72, Role.IO: 24},
+    64: {Role.STATE: 240, Role.SCORE: 128, Role.IO: 40},
 }
 
 
@@ -100,6 +97,11 @@ class FwdConfig:
             raise ValueError(f"registers {registers} > {REGS_PER_SM}: {self.regs}")
         if self.smem_bytes > SMEM_LIMIT_SM90:
             raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
+
+    @property
+    def early_gates(self) -> bool:
+        """Gates of a chunk wait in registers, where there are any left, instead of being read when they are needed."""
+        return self.block_v == 64
 
     @property
     def regs(self) -> dict[Role, int]:
@@ -122,8 +124,8 @@ class FwdConfig:
             "k": self.stages * CHUNK * HEAD_DIM * 2,
             "v": self.stages * CHUNK * self.block_v * 2,
             "a": self.stages * CHUNK * CHUNK * 2,
-            "state": self.block_v * HEAD_DIM * 2,
-            "vd": self.block_v * CHUNK * 2,
+            "p": CHUNK * CHUNK * 2,
+            "o": CHUNK * self.block_v * 2,
         }
 
     @property
@@ -140,6 +142,13 @@ CONFIGS = tuple(FwdConfig(block_v, dtype) for dtype in ("bfloat16", "float16") f
 # Device helpers on raw tiles: TileLang's ldmatrix of a staged buffer reads the wrong slice, and it has no 16-byte row
 # copies inside one warp. A tile is [64 rows][128 bytes], the 16-byte pieces of row r permuted by xor with r % 8.
 DEVICE_SOURCE = r"""
+// wait for three barriers at the cost of one: the answers come back together
+template <typename B>
+static __device__ __forceinline__ int qla_wait_all(B& a, int phase_a, B& b, int phase_b, B& c, int phase_c) {
+  const bool ready_a = a.try_wait(phase_a), ready_b = b.try_wait(phase_b), ready_c = c.try_wait(phase_c);
+  if (!(ready_a & ready_b & ready_c)) { a.wait(phase_a); b.wait(phase_b); c.wait(phase_c); }
+  return 0;
+}
 // [token, V] tile -> registers of the accumulator layout [V, token]: 64 columns of V a warpgroup
 template <typename F>
 static __device__ __forceinline__ int qla_load_transposed(const void* tiles, F* out, int thread) {
@@ -151,25 +160,6 @@ static __device__ __forceinline__ int qla_load_transposed(const void* tiles, F* 
   for (int i = 0; i < 4; ++i)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[4 * i]), "=r"(r[4 * i + 1]), "=r"(r[4 * i + 2]), "=r"(r[4 * i + 3]) : "r"(at + i * 2048) : "memory");
-  return 0;
-}
-// accumulators [64 tokens, 64 * count columns], rounded, to `count` consecutive tiles; one warpgroup
-template <typename E, int count>
-static __device__ __forceinline__ int qla_store_output(const float* acc, void* tiles, int thread) {
-  const int lane = thread & 31, row = ((thread >> 5) & 3) * 16 + (lane & 15);
-  const unsigned at = (unsigned)__cvta_generic_to_shared(tiles) + row * 128;
-#pragma unroll
-  for (int j = 0; j < 4 * count; ++j) {
-    unsigned r[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      E pair[2] = {E(acc[8 * j + 2 * e]), E(acc[8 * j + 2 * e + 1])};
-      r[e] = *reinterpret_cast<unsigned*>(pair);
-    }
-    const int piece = (j & 3) * 2 + (lane >> 4);
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::
-                 "r"(at + (j >> 2) * 8192 + ((piece ^ (row & 7)) << 4)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-  }
   return 0;
 }
 // state of one head, [V, K] or [K, V] in memory, <-> accumulators [V, K] in two halves of K; 8 lanes share a 32-byte sector
@@ -229,29 +219,43 @@ def issue_u_first(s, t):
 
 
 @T.macro
+def load_values(cfg, s, t, tx):
+    # early: shared memory answers late while products queue for the tensor cores
+    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
+    if cfg.early_gates:
+        for c in T.Parallel(CHUNK):
+            s.b[c] = s.beta[t, c]
+        for c in T.Parallel(CHUNK):
+            s.bg[c] = s.beta_gamma[t, c]
+        for c in T.Parallel(CHUNK):
+            s.gr[c] = s.gamma_rest[t, c]
+
+
+@T.macro
 def issue_u_second(s, t):
     T.copy(s.S1, s.Sb1)
     T.wgmma_gemm(s.Sb1, s.k[t, :, HALF:HEAD_DIM], s.U, transpose_B=True, policy=FULL_ROW)
 
 
 @T.macro
-def hand_on_state(s, i, state):
-    state.acquire(i)
-    T.copy(s.Sb0, s.state0)
-    T.copy(s.Sb1, s.state1)
-    T.fence_proxy_async()
-    state.commit(i)
+def issue_qs(s, t):
+    # O^T = S^T Q^T
+    T.wgmma_gemm(s.Sb0, s.q[t, :, 0:HALF], s.O, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+    T.wgmma_gemm(s.Sb1, s.q[t, :, HALF:HEAD_DIM], s.O, transpose_B=True, policy=FULL_ROW)
 
 
 @T.macro
-def correct_values(s, t, tx):
-    # in flight: U. Leaves nothing in flight: Vd ready and S decayed.
-    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
-    T.wait_wgmma(0)
+def correct_values(cfg, s, t, tx):
+    # in flight: U, O = S Q. Leaves nothing in flight: Vd, O scaled and S decayed.
+    T.wait_wgmma(2)
     T.warpgroup_fence_operand(s.U, num_regs=32)
     # W = diag(beta) V - diag(beta gamma) U
-    for v, c in T.Parallel(s.block_v, CHUNK):
-        s.W[v, c] = s.beta[t, c] * s.Vt[c, v] - s.beta_gamma[t, c] * s.U[v, c]
+    if cfg.early_gates:
+        for v, c in T.Parallel(s.block_v, CHUNK):
+            s.W[v, c] = s.b[c] * s.Vt[c, v] - s.bg[c] * s.U[v, c]
+    else:
+        for v, c in T.Parallel(s.block_v, CHUNK):
+            s.W[v, c] = s.beta[t, c] * s.Vt[c, v] - s.beta_gamma[t, c] * s.U[v, c]
     # Vd^T = W^T A^T
     T.wgmma_gemm(s.W, s.a[t, :, :], s.Vd, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     s.last[0] = s.decay[t]
@@ -259,83 +263,105 @@ def correct_values(s, t, tx):
         s.S0[v, k] *= s.last[0]
     for v, k in T.Parallel(s.block_v, HALF):
         s.S1[v, k] *= s.last[0]
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(s.O, num_regs=32)
+    for v, c in T.Parallel(s.block_v, CHUNK):
+        s.O[v, c] *= s.scale_gamma[t, c]
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.Vd, num_regs=32)
 
 
 @T.macro
-def issue_state(s, t, i, vd):
+def issue_state(cfg, s, t):
     # S^T += (Vd^T diag(gamma_L/gamma)) K, in halves
-    for v, c in T.Parallel(s.block_v, CHUNK):
-        s.Vdn[v, c] = s.Vd[v, c] * s.gamma_rest[t, c]
+    if cfg.early_gates:
+        for v, c in T.Parallel(s.block_v, CHUNK):
+            s.Vdn[v, c] = s.Vd[v, c] * s.gr[c]
+    else:
+        for v, c in T.Parallel(s.block_v, CHUNK):
+            s.Vdn[v, c] = s.Vd[v, c] * s.gamma_rest[t, c]
     T.wgmma_gemm(s.Vdn, s.k[t, :, 0:HALF], s.S0, policy=FULL_ROW)
     T.wgmma_gemm(s.Vdn, s.k[t, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
     T.copy(s.Vd, s.Vdb)
-    vd.acquire(i)
-    T.copy(s.Vdb, s.vd)
-    T.fence_proxy_async()
-    vd.commit(i)
 
 
 @T.macro
-def state_role(cfg, s, tiles, state, vd, num_chunks, tx):
+def issue_output(s):
+    # O^T += Vd^T P^T
+    T.wgmma_gemm(s.Vdb, s.p, s.O, transpose_B=True, policy=FULL_ROW)
+
+
+@T.macro
+def take_output(s, i, p_ring):
+    T.warpgroup_fence_operand(s.O, num_regs=32)
+    p_ring.release(i)
+    for v, c in T.Parallel(s.block_v, CHUNK):
+        s.Ot[c, v] = s.O[v, c]
+
+
+@T.macro
+def hand_output(s, i, o_ring):
+    # the store warp fences: it orders these stores before its TMA store, and costs nothing here
+    T.copy(s.Ot, s.o)
+    o_ring.commit(i)
+
+
+@T.macro
+def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
     tiles.wait(0)
+    load_values(cfg, s, 0, tx)
     issue_u_first(s, 0)
     issue_u_second(s, 0)
-    hand_on_state(s, 0, state)
-    correct_values(s, 0, tx)
+    issue_qs(s, 0)
+    correct_values(cfg, s, 0, tx)
     for i in T.serial(num_chunks - 1):
-        issue_state(s, i % cfg.stages, i, vd)
-        tiles.wait(i + 1)
-        T.wait_wgmma(1)
+        issue_state(cfg, s, i % cfg.stages)
+        T.call_extern(
+            "int32", "qla_wait_all", p_ring.full[0], i % 2, o_ring.empty[0], (i + 1) % 2,
+            tiles.full[(i + 1) % cfg.stages], (i + 1) // cfg.stages % 2,
+        )  # fmt: skip
+        issue_output(s)
+        T.wait_wgmma(2)
         T.warpgroup_fence_operand(s.S0, num_regs=32)
+        load_values(cfg, s, (i + 1) % cfg.stages, tx)
         issue_u_first(s, (i + 1) % cfg.stages)
-        T.wait_wgmma(1)
+        T.wait_wgmma(2)
         T.warpgroup_fence_operand(s.S1, num_regs=32)
         tiles.release(i)
         issue_u_second(s, (i + 1) % cfg.stages)
-        hand_on_state(s, i + 1, state)
-        correct_values(s, (i + 1) % cfg.stages, tx)
-    issue_state(s, T.truncmod(num_chunks - 1, cfg.stages), num_chunks - 1, vd)
+        T.wait_wgmma(2)
+        take_output(s, i, p_ring)
+        hand_output(s, i, o_ring)
+        issue_qs(s, (i + 1) % cfg.stages)
+        correct_values(cfg, s, (i + 1) % cfg.stages, tx)
+    issue_state(cfg, s, T.truncmod(num_chunks - 1, cfg.stages))
+    p_ring.wait(num_chunks - 1)
+    o_ring.acquire(num_chunks - 1)
+    issue_output(s)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.S0, num_regs=32)
     T.warpgroup_fence_operand(s.S1, num_regs=32)
+    take_output(s, num_chunks - 1, p_ring)
+    hand_output(s, num_chunks - 1, o_ring)
 
 
 @T.macro
-def output_role(cfg, s, tiles, state, vd, o_full, num_chunks, tx):
+def score_role(cfg, s, tiles, p_ring, num_chunks):
     for i in T.serial(num_chunks):
         tiles.wait(i)
-        # P = s Lower(Gamma * Q K^T)
+        # P = s Lower(Gamma * Q K^T); the mask comes after the exponential, where an upper entry may be infinite
         T.wgmma_gemm(s.q[i % cfg.stages, :, :], s.k[i % cfg.stages, :, :], s.P, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-        state.wait(i)
-        # O = Q S
-        T.wgmma_gemm(s.q[i % cfg.stages, :, 0:HALF], s.state0, s.O, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-        T.wgmma_gemm(s.q[i % cfg.stages, :, HALF:HEAD_DIM], s.state1, s.O, transpose_B=True, policy=FULL_ROW)
-        T.wait_wgmma(2)
+        T.wait_wgmma(0)
         T.warpgroup_fence_operand(s.P, num_regs=32)
-        # the mask comes after the exponential, where an upper entry may be infinite
         for r, c in T.Parallel(CHUNK, CHUNK):
             s.P[r, c] *= T.exp2(s.g_scaled[i % cfg.stages, r] - s.g[i % cfg.stages, c])
         for r, c in T.Parallel(CHUNK, CHUNK):
             s.Pb[r, c] = T.if_then_else(r >= c, s.P[r, c], 0.0)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(s.O, num_regs=cfg.block_v // 2)
-        state.release(i)
-        # O = s diag(gamma) Q S + P Vd
-        for c, v in T.Parallel(CHUNK, cfg.block_v):
-            s.O[c, v] *= s.scale_gamma[i % cfg.stages, c]
-        vd.wait(i)
-        T.wgmma_gemm(s.Pb, s.vd, s.O, transpose_B=True, policy=FULL_ROW)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(s.O, num_regs=cfg.block_v // 2)
-        vd.release(i)
-        T.call_extern(
-            "int32", f"qla_store_output<{'bfloat16_t' if cfg.dtype == 'bfloat16' else 'half_t'}, {cfg.block_v // 64}>",
-            s.O.data, T.access_ptr(s.q[i % cfg.stages, 0, 0], "w"), tx,
-        )  # fmt: skip
+        p_ring.acquire(i)
+        T.copy(s.Pb, s.p)
         T.fence_proxy_async()
-        T.barrier_arrive(o_full[i % cfg.stages])
+        p_ring.commit(i)
+        tiles.release(i)
 
 
 @T.macro
@@ -388,18 +414,19 @@ def gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
 
 
 @T.macro
-def store_warp(cfg, s, tiles, o_full, O, begin, length, hv, v0, num_chunks, row_stride, lane):
+def store_warp(cfg, s, o_ring, O, begin, length, hv, v0, num_chunks, row_stride, lane):
     for i in T.serial(num_chunks):
-        T.barrier_wait(o_full[i % cfg.stages], (i // cfg.stages) % 2)
+        o_ring.wait(i)
+        T.fence_proxy_async()
         if (i + 1) * CHUNK <= length:
-            T.tma_copy(s.q[i % cfg.stages, :, 0 : cfg.block_v], O[begin + i * CHUNK : begin + (i + 1) * CHUNK, hv, v0 : v0 + cfg.block_v])
+            T.tma_copy(s.o, O[begin + i * CHUNK : begin + (i + 1) * CHUNK, hv, v0 : v0 + cfg.block_v])
             T.tma_store_wait(0)
         else:
             T.call_extern(
-                "int32", "qla_store_rows", T.address_of(O[begin + i * CHUNK, hv, v0]), T.access_ptr(s.q[i % cfg.stages, 0, 0], "r"),
+                "int32", "qla_store_rows", T.address_of(O[begin + i * CHUNK, hv, v0]), T.address_of(s.o[0, 0]),
                 cfg.block_v // 64, length - i * CHUNK, T.cast(row_stride, "int64"), lane,
             )  # fmt: skip
-        tiles.release(i)
+        o_ring.release(i)
 
 
 def prim_func(cfg: FwdConfig):
@@ -437,9 +464,8 @@ def prim_func(cfg: FwdConfig):
                 k=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
                 v=T.alloc_shared((st, CHUNK, bv), dt),
                 a=T.alloc_shared((st, CHUNK, CHUNK), dt),
-                state0=T.alloc_shared((bv, HALF), dt),
-                state1=T.alloc_shared((bv, HALF), dt),
-                vd=T.alloc_shared((bv, CHUNK), dt),
+                p=T.alloc_shared((CHUNK, CHUNK), dt),
+                o=T.alloc_shared((CHUNK, bv), dt),
                 g=T.alloc_shared((st, CHUNK), f32, scope="shared"),
                 g_scaled=T.alloc_shared((st, CHUNK), f32, scope="shared"),  # g + log2 s
                 beta=T.alloc_shared((st, CHUNK), f32, scope="shared"),
@@ -453,11 +479,15 @@ def prim_func(cfg: FwdConfig):
                 Sb1=T.alloc_fragment((bv, HALF), dt),
                 U=T.alloc_fragment((bv, CHUNK), f32),
                 Vt=T.alloc_fragment((CHUNK, bv), dt),
+                b=T.alloc_fragment((CHUNK,), f32),
+                bg=T.alloc_fragment((CHUNK,), f32),
+                gr=T.alloc_fragment((CHUNK,), f32),
                 W=T.alloc_fragment((bv, CHUNK), dt),
                 Vd=T.alloc_fragment((bv, CHUNK), f32),
                 Vdb=T.alloc_fragment((bv, CHUNK), dt),
                 Vdn=T.alloc_fragment((bv, CHUNK), dt),
-                O=T.alloc_fragment((CHUNK, bv), f32),
+                O=T.alloc_fragment((bv, CHUNK), f32),
+                Ot=T.alloc_fragment((CHUNK, bv), dt),
                 last=T.alloc_local((1,), f32),
                 P=T.alloc_fragment((CHUNK, CHUNK), f32),
                 Pb=T.alloc_fragment((CHUNK, CHUNK), dt),
@@ -466,13 +496,12 @@ def prim_func(cfg: FwdConfig):
                 bf=T.alloc_fragment((CHUNK,), f32),
             )
             T.annotate_layout({
-                s.Vt: state_fragment(CHUNK, bv),
+                s.Vt: state_fragment(CHUNK, bv), s.Ot: state_fragment(CHUNK, bv),
                 s.v: make_full_bank_swizzled_layout(s.v), s.a: make_full_bank_swizzled_layout(s.a),
             })  # fmt: skip
-            tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + WARP, name="tiles")
-            state = Ring(1, producers=cfg.state_threads, consumers=WARPGROUP, name="state")
-            vd = Ring(1, producers=cfg.state_threads, consumers=WARPGROUP, name="vd")
-            o_full = T.alloc_barrier([WARPGROUP] * st)
+            tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + WARPGROUP, name="tiles")
+            p_ring = Ring(1, producers=WARPGROUP, consumers=cfg.state_threads, name="p_ring")
+            o_ring = Ring(1, producers=cfg.state_threads, consumers=WARP, name="o_ring")
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
@@ -499,12 +528,12 @@ def prim_func(cfg: FwdConfig):
                 base = T.cast(item, "int64") * (HEAD_DIM * HEAD_DIM)
                 load_state(s, H0, base, v0, v_first, use_h0, tx)
                 if num_chunks > 0:
-                    state_role(cfg, s, tiles, state, vd, num_chunks, tx)
+                    state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx)
                 if use_ht != 0:
                     store_state(s, HT, base, v0, v_first, tx)
             elif tx < cfg.state_threads + WARPGROUP:
-                T.set_max_nreg(cfg.regs[Role.OUTPUT], 1 if cfg.regs[Role.OUTPUT] > REGS_PER_SM // cfg.threads else 0)
-                output_role(cfg, s, tiles, state, vd, o_full, num_chunks, tx)
+                T.set_max_nreg(cfg.regs[Role.SCORE], 0)
+                score_role(cfg, s, tiles, p_ring, num_chunks)
             else:
                 T.set_max_nreg(cfg.regs[Role.IO], 0)
                 if tx < cfg.state_threads + WARPGROUP + WARP:
@@ -512,7 +541,7 @@ def prim_func(cfg: FwdConfig):
                 elif tx < cfg.state_threads + WARPGROUP + 2 * WARP:
                     gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
                 elif tx < cfg.state_threads + WARPGROUP + 3 * WARP:
-                    store_warp(cfg, s, tiles, o_full, O, begin, length, hv, v0, num_chunks, HV * HEAD_DIM, tx % WARP)
+                    store_warp(cfg, s, o_ring, O, begin, length, hv, v0, num_chunks, HV * HEAD_DIM, tx % WARP)
 
     return fwd_fused_kernel
 

@@ -3,9 +3,9 @@
     g_cum_i = sum over j <= i within the chunk of g_j log2(e)                          fp32, log2 units
     A       = Gamma * (I + StrictLower(diag(beta) K K^T))^-1,   Gamma_ij = 2^(g_cum_i - g_cum_j) for i >= j, else 0
 
-The inverse is made without gates and in more than fp32's half precision: 16x16 diagonal blocks by fp32 forward substitution, the blocks
-below them as products of bf16 pairs (high and low part, error about 1e-6 before A is rounded). Keys should be normalised, or at least such
-that the inverse without gates stays within fp32.
+The inverse is made without gates, which are multiplied in last: 16x16 diagonal blocks by fp32 forward substitution, the blocks below them
+as products of bf16 pairs (a high and a low part; relative error about 1e-6 before A is rounded, 3e-5 for nearly equal keys with beta = 2).
+So the inverse without gates has to stay within fp32: always with normalised keys and 0 <= beta <= 2.
 
 Shapes   k [N, H, 128], o [N, HV, 128], A [N, HV, 64] bf16 or fp16; g, beta, g_cum [N, HV] fp32; cu [S + 1] int32.
          N, H, HV, S are run-time values. Chunks have 64 tokens and begin at the start of each sequence. A unit is one chunk and up to
@@ -19,10 +19,10 @@ Roles    (all four warps do K K^T together; 168 and 255 registers a thread are t
 Shared memory, bytes                                kk2 (H < HV)   kk4 (H == HV)
     gates   [2, 4, 2, 64] fp32                        4096           4096   double buffer, head, (g_cum, beta), token
     keys    [tiles, 64, 128]                         16384          32768   one tile (kk2) or two (kk4) of a unit's key heads
-    kk      [slots, 10496] bytes                     20992          41984   K K^T, one slot a key head; see kkt_solve.cuh
+    kk      [slots, 10496] bytes, rounded up         21504          41984   K K^T, one slot a key head; rounded to 1 KB
     stage   [4, 64, 64]                              32768          32768   D and then A of a head, a warp each
     units   [4, 8] int32                               128            128   ring of unit records
-    total                                            74368         111744   three and two blocks an SM
+    total                                            74880         111744   three and two blocks an SM
 Barriers
     keys_full    signalled by warp 3 (32) and TMA, awaited by all: a tile set of keys has landed
     kk_free      block sync: everybody has left the previous unit's K K^T and this unit's first tile set. Not needed if all units span one
@@ -36,6 +36,7 @@ Schedule of unit i (spans more than `tiles` key heads: step 1 in brackets)
 Rows past the end of a sequence in its last chunk belong to others and may hold anything: K K^T is cleared there by a select, beta and g
 read as 0, and they are not written. Rows that no sequence owns come as units of their own (negative row count): A, g_cum and o are zeroed.
 """
+
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,7 @@ REGS = {2: 168, 4: 255}  # kk_slots -> registers a thread may have at blocks_per
 
 @functools.cache
 def device_source() -> str:
+    """CUDA text of what TileLang has no words for: substitution, mma.sync on register operands, searches, masked stores."""
     return Path(__file__).with_name("kkt_solve.cuh").read_text()
 
 
@@ -156,11 +158,8 @@ def keep_kk(rows, kk, kk_s, slot):
 
 
 @T.macro
-def multiply_unit(cfg, units_s, at, buffer, one_key, k, keys_s, keys_full, kk, kk_1, kk_s, tx):
+def multiply_unit(cfg, units_s, at, rows, keys, phase, buffer, one_key, k, keys_s, keys_full, kk, kk_1, kk_s, tx):
     """K K^T of all key heads that the unit spans, into the slots."""
-    rows = units_s[at, ROWS]
-    keys = units_s[at, KEYS]
-    phase = units_s[at, PHASE]
     T.barrier_wait(keys_full[0], phase & 1)
     multiply_keys(0, keys_s, kk)
     if cfg.tiles == 2:
@@ -215,7 +214,7 @@ def prim_func(cfg: KktConfig):
     half = "true" if cfg.dtype == "float16" else "false"
 
     @T.prim_func
-    def kkt_solve_kernel(
+    def kkt_solve(
         k: T.Tensor((N, H, HEAD_DIM), cfg.dtype),
         g: T.Tensor((N, HV), "float32"),
         beta: T.Tensor((N, HV), "float32"),
@@ -247,20 +246,23 @@ def prim_func(cfg: KktConfig):
             # 1 if every unit lies within one key head: the two slots are then a double buffer
             one_key = 1 - T.min(ratio % HEADS, 1) if cfg.kk_slots == 2 else 0
 
+            problem = (cu.data, N, HV, ratio, num_seqs, seq_len, num_blocks)
+
             if tx >= LAST_WARP:
-                T.evaluate(device("find_unit", record(units_s, 0), bid, 0, 0, cu.data, N, HV, ratio, num_seqs, seq_len, num_blocks))
+                T.evaluate(device("find_unit", record(units_s, 0), bid, 0, 0, *problem))
             T.sync_threads()
             fetch_unit(cfg, units_s, 0, k, g, beta, keys_s, keys_full, gates, HV, wide_gates, tx)
 
             while units_s[i & 3, ROWS] != 0:
                 if tx >= LAST_WARP:
-                    T.evaluate(device("next_unit", record(units_s, (i + 1) & 3), record(units_s, i & 3), cfg.tiles, cu.data, N, HV, ratio,
-                                      num_seqs, seq_len, num_blocks))
+                    T.evaluate(device("next_unit", record(units_s, (i + 1) & 3), record(units_s, i & 3), cfg.tiles, *problem))
                 rows = units_s[i & 3, ROWS]
+                keys = units_s[i & 3, KEYS]
+                phase = units_s[i & 3, PHASE]
                 if rows > 0:
-                    T.evaluate(device("finish_gates", gates.data, T.access_ptr(g_cum, "w"), T.address_of(gates_s[i & 1, 0]),
-                                      record(units_s, i & 3), HV, wide_gates))
-                    multiply_unit(cfg, units_s, i & 3, i & 1, one_key, k, keys_s, keys_full, kk, kk_1, kk_s, tx)
+                    places = (gates.data, T.access_ptr(g_cum, "w"), T.address_of(gates_s[i & 1, 0]))
+                    T.evaluate(device("finish_gates", *places, record(units_s, i & 3), HV, wide_gates))
+                    multiply_unit(cfg, units_s, i & 3, rows, keys, phase, i & 1, one_key, k, keys_s, keys_full, kk, kk_1, kk_s, tx)
                 T.sync_threads()  # kk_ready
                 fetch_unit(cfg, units_s, (i + 1) & 3, k, g, beta, keys_s, keys_full, gates, HV, wide_gates, tx)
                 if rows > 0:
@@ -272,8 +274,70 @@ def prim_func(cfg: KktConfig):
                     else:
                         T.evaluate(device("store_tail", stage_s.data, T.access_ptr(A, "w"), record(units_s, i & 3), HV))
                 else:
-                    T.evaluate(device("zero_rows", T.access_ptr(A, "w"), T.access_ptr(g_cum, "w"), T.access_ptr(o, "w"), record(units_s, i & 3), HV))
+                    outputs = (T.access_ptr(A, "w"), T.access_ptr(g_cum, "w"), T.access_ptr(o, "w"))
+                    T.evaluate(device("zero_rows", *outputs, record(units_s, i & 3), HV))
                 i += 1
             T.evaluate(device("wait_stores"))
 
-    return kkt_solve_kernel
+    return kkt_solve
+
+
+@functools.cache
+def build(cfg: KktConfig):
+    """The compiled kernel of a config; TileLang keeps it on disk as well."""
+    return tilelang.compile(prim_func(cfg), target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
+
+
+@functools.cache
+def config_for(dtype: torch.dtype, ratio: int) -> KktConfig:
+    return KktConfig(str(dtype).removeprefix("torch."), 4 if ratio == 1 else 2)
+
+
+def num_units(tokens: int, value_heads: int, num_seqs: int, seq_len: int) -> int:
+    """Units to look at, empty ones included, from what the host knows; kkt_solve.cuh numbers them in the same way."""
+    slots = num_seqs * -(-seq_len // CHUNK) if seq_len > 0 else tokens // CHUNK + num_seqs + 1
+    return slots * -(-value_heads // HEADS)
+
+
+def kkt_solve(
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    o: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    num_seqs: int,
+    seq_len: int,
+    num_sms: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cumulative gates and gated inverses of all chunks; one launch on the current stream, no host synchronisation.
+
+    Args:
+        k: keys [N, H, 128], bf16 or fp16, contiguous.
+        g: natural-log gates [N, HV] fp32, contiguous, HV a multiple of H. -inf is legal (a hard reset), positive values too.
+        beta: [N, HV] fp32, contiguous.
+        o: [N, HV, 128] in k's dtype, contiguous; its rows that no sequence owns are set to zero, the others are left alone.
+        cu_seqlens: [num_seqs + 1] int32 on k's device, or None for equal lengths.
+        num_seqs: number of sequences.
+        seq_len: their length if it is the same for all (N = num_seqs * seq_len), 0 to read cu_seqlens.
+        num_sms: multiprocessors to fill.
+
+    Returns:
+        g_cum [N, HV] fp32: sums of g log2(e) within each chunk of 64 tokens; a token's gate counts as 2^-256 at least.
+        A [N, HV, 64] in k's dtype: row i of a token's chunk of Gamma * (I + StrictLower(diag(beta) K K^T))^-1, zero past the chunk's end.
+    """
+    tokens, key_heads, _ = k.shape
+    value_heads = g.shape[1]
+    g_cum = torch.empty((tokens, value_heads), dtype=torch.float32, device=k.device)
+    A = torch.empty((tokens, value_heads, CHUNK), dtype=k.dtype, device=k.device)
+    if tokens == 0:
+        return g_cum, A
+    if k.data_ptr() % 16:
+        k = k.clone()  # TMA reads from multiples of 16 bytes
+    if cu_seqlens is None:
+        cu_seqlens = torch.empty(1, dtype=torch.int32, device=k.device)  # not read
+    ratio = value_heads // key_heads
+    cfg = config_for(k.dtype, ratio)
+    wide_gates = value_heads % HEADS == 0 and g.data_ptr() % 16 == 0 and beta.data_ptr() % 16 == 0
+    num_blocks = min(num_units(tokens, value_heads, num_seqs, seq_len), num_sms * cfg.blocks_per_sm)
+    build(cfg)(k, g, beta, cu_seqlens, A, g_cum, o, ratio, num_seqs, seq_len, int(wide_gates), num_blocks)
+    return g_cum, A

@@ -1,0 +1,112 @@
+"""Benchmark inputs, and the check that stands before every timing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.shapes import GATES, HEAD_DIM, Shape
+
+# Relative Frobenius error that bf16 kernels reach here is about 4e-3: twice that is a fault, not rounding.
+TOLERANCE = 8e-3
+# A peer beyond this was called wrongly or is broken: its time would say nothing.
+PEER_TOLERANCE = 3e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one row: q, k [1, T, hk, 128], v [1, T, hv, 128] bf16; g, beta [1, T, hv] fp32; cu_seqlens int64, or None for one."""
+
+    shape: Shape
+    gates: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    cu_seqlens: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        return HEAD_DIM**-0.5
+
+    @property
+    def packed_cu_seqlens(self) -> Tensor:
+        """Offsets of the sequences also where there is only one."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        return torch.tensor([0, self.shape.tokens], dtype=torch.int64, device=self.q.device)
+
+
+def make_gates(gates: str, noise: Tensor) -> Tensor:
+    """Log gates from standard normal noise [1, T, HV]. fast: logsigmoid(noise); slow: -1e-6 .. 0; mixed: every fourth head slow."""
+    if gates not in GATES:
+        raise ValueError(f"gates must be one of {GATES}, got {gates!r}")
+    fast = torch.nn.functional.logsigmoid(noise)
+    slow = -1e-6 * noise.sigmoid()
+    if gates == "fast":
+        return fast
+    if gates == "slow":
+        return slow
+    never_decays = torch.arange(noise.shape[-1], device=noise.device) % 4 == 0
+    return torch.where(never_decays, slow, fast)
+
+
+def make_case(shape: Shape, gates: str, device: str | torch.device = "cuda", seed: int = 0) -> Case:
+    """bf16 inputs with normalised q and k, beta = sigmoid(randn)."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(heads: int, *dims: int) -> Tensor:
+        return torch.randn(1, shape.tokens, heads, *dims, generator=generator, device=device)
+
+    q, k = (torch.nn.functional.normalize(normal(shape.hk, HEAD_DIM), dim=-1).bfloat16() for _ in range(2))
+    v = normal(shape.hv, HEAD_DIM).bfloat16()
+    g, beta = make_gates(gates, normal(shape.hv)), normal(shape.hv).sigmoid()
+    lengths = shape.sequence_lengths
+    cu_seqlens = None
+    if len(lengths) > 1:
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
+    return Case(shape, gates, q, k, v, g, beta, cu_seqlens)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Float64 results of some value heads: o [1, T, heads, 128], state [S, heads, 128, 128] (K first)."""
+
+    heads: tuple[int, ...]
+    o: Tensor
+    state: Tensor
+
+
+def expected_slice(case: Case, heads: tuple[int, ...] | None = None) -> Expected:
+    """The float64 chunked reference on the first and the last value head."""
+    from qla.reference import chunked_gated_delta_rule
+
+    heads = heads or tuple(sorted({0, case.shape.hv - 1}))
+    ratio = case.shape.hv // case.shape.hk
+    of_value, of_key = list(heads), [h // ratio for h in heads]
+    inputs = (case.q[:, :, of_key], case.k[:, :, of_key], case.v[:, :, of_value], case.g[:, :, of_value], case.beta[:, :, of_value])
+    o, state = chunked_gated_delta_rule(
+        *(x.double() for x in inputs), scale=case.scale, output_final_state=True, cu_seqlens=case.cu_seqlens
+    )
+    assert state is not None
+    return Expected(heads, o, state)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error; inf where anything is not finite."""
+    norm = float(expected.double().norm())
+    error = float((actual.double() - expected.double()).norm()) / (norm if norm > 0 else 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def errors(expected: Expected, o: Tensor, state: Tensor) -> tuple[float, float]:
+    """Errors of o [1, T, hv, 128] and the final state [S, hv, 128, 128]; inf if any element of any head is not finite."""
+    heads = list(expected.heads)
+    whole = (o, state)
+    if not all(bool(torch.isfinite(x).all()) for x in whole):
+        return math.inf, math.inf
+    return relative_error(o[:, :, heads], expected.o), relative_error(state[:, heads], expected.state)

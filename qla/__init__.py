@@ -1,0 +1,12 @@
+"""Gated Delta Rule attention for NVIDIA Hopper, through hand-scheduled TileLang kernels.
+
+``chunk_gated_delta_rule`` takes the place of fla's function of that name. Importing this package needs no GPU, touches
+none, and does not load TileLang.
+"""
+
+from qla.api import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, chunk_gdn
+from qla.checks import unsupported_reason
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gdn", "unsupported_reason"]

@@ -1,0 +1,266 @@
+"""The public functions: defaults, checks, activations, and the choice between the kernels and PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qla.autograd import Call, gated_delta_rule, launch_forward
+from qla.checks import KERNEL_DIM, Problem, check_cu_seqlens_values, check_inputs, check_scale, unsupported_reason, warn_once
+from qla.reference import CHUNK, chunk_gate_sum_and_inverse, chunked_gated_delta_rule
+
+L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
+ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    auto_cp: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated Delta Rule attention; takes the place of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule`` (fla 0.6.0).
+
+    For each sequence and value head, token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; o = scale S^T q ("Gated
+    Delta Networks", arXiv 2412.06464; ``qla.reference`` has the recurrence and the chunked form).
+
+    On a Hopper GPU, bfloat16 or float16 inputs with head sizes up to 128 run through qla's kernels. Everything else runs through
+    PyTorch in float32 (float64 for float64 inputs), with one warning for each reason; ``unsupported_reason`` tells in advance.
+
+    q, k: [B, T, H, K], bf16, fp16, fp32 or fp64, any strides.
+    v: [B, T, HV, V], dtype of q. HV is a multiple of H: value head j reads key head j // (HV / H).
+    g: [B, T, HV], natural logarithm of the decay (<= 0; -inf forgets the state), any floating dtype, computed in fp32.
+    beta: [B, T, HV], any floating dtype, computed in fp32.
+    scale: factor on o, any finite number; K^-0.5 by default.
+    initial_state: [S, HV, K, V] ([S, HV, V, K] if state_v_first), any floating dtype, computed in fp32. S is B, or the
+        number of packed sequences. None is zero.
+    output_final_state: whether to return the final state.
+    use_qk_l2norm_in_kernel: divide each row of q and k by sqrt(sum of squares + 1e-6) first.
+    use_beta_sigmoid_in_kernel: beta holds logits; sigmoid(beta) is used.
+    allow_neg_eigval: 2 sigmoid(beta) is used; needs use_beta_sigmoid_in_kernel.
+    state_v_first: both states are [V, K] instead of [K, V]; the result is the transpose bit for bit.
+    cu_seqlens: [S + 1] int32 or int64, on q's device or the CPU: B = 1, and sequence n owns rows cu_seqlens[n] to
+        cu_seqlens[n + 1] - 1. Empty sequences are fine; rows past the last sequence give o = 0 and zero gradients.
+    cu_seqlens_cpu: a copy of cu_seqlens on the CPU; lets its values be checked, and spares the PyTorch path a wait.
+    chunk_indices: accepted for fla's callers; not needed.
+    cp_context: context parallelism over several GPUs; not supported (NotImplementedError).
+    auto_cp: whether one long sequence may be split over a GPU's multiprocessors. Accepted; nothing is split yet.
+    kwargs: use_gate_in_kernel, A_log [HV] and dt_bias [HV] (g holds raw values; -exp(A_log) softplus(g + dt_bias) is used),
+        chunk_size (16, 32 or 64; the kernels always use 64, the result is the same), transpose_state_layout (old name
+        of state_v_first). Others are ignored.
+
+    Returns (o, final_state): o [B, T, HV, V] in q's dtype; final_state in the layout of initial_state, fp32 (fp64 for fp64
+    inputs), or None. Differentiable in q, k, v, g, beta, initial_state, A_log and dt_bias; each gradient has its input's dtype.
+
+    Raises ValueError or TypeError naming the argument, the rule and what it got, before any launch. The values in a
+    cu_seqlens on the GPU are checked only with cu_seqlens_cpu or with QLA_DEBUG=1 in the environment: reading them waits for the GPU.
+    """
+    if cp_context is not None:
+        raise NotImplementedError("cp_context: qla does not support context parallelism over several GPUs; pass cp_context=None.")
+    state_v_first = _state_layout(state_v_first, kwargs)
+    _check_known_options(kwargs)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
+    problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    scale = check_scale(scale, problem.key_dim)
+
+    if use_qk_l2norm_in_kernel:
+        q, k = (_l2norm(_blank_unowned_rows(x, cu_seqlens)) for x in (q, k))
+    if use_beta_sigmoid_in_kernel:
+        beta = _at_least_fp32(_blank_unowned_rows(beta, cu_seqlens)).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+    if kwargs.get("use_gate_in_kernel", False):
+        g = _gate(_blank_unowned_rows(g, cu_seqlens), kwargs.get("A_log"), kwargs.get("dt_bias"))
+
+    reason = unsupported_reason(q, k, v)
+    if reason is not None:
+        warn_once(_pytorch_path_warning(reason))
+        cu_host = _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem)
+        return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
+
+    tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    o, final_state = gated_delta_rule(*tensors, cu_seqlens_cpu, call)
+    return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
+
+
+chunk_gdn = chunk_gated_delta_rule
+
+
+def chunk_gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The forward pass alone, with what it computes on the way; records no gradients.
+
+    The arguments are those of ``chunk_gated_delta_rule``, and so are the errors and the choice of path.
+
+    Returns (g_cum, A, o, final_state):
+    g_cum: [B, T, HV] fp32, sum of the gates from the token's chunk's start (chunks of 64 from each sequence's start), in log2 units.
+    A: [B, T, HV, 64] in q's dtype, the token's row of (I + StrictLower(diag(beta) (Gamma * K K^T)))^-1 of its chunk.
+    o, final_state: as in ``chunk_gated_delta_rule``.
+    Rows that no sequence owns are 0 in g_cum, A and o.
+    """
+    problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    scale = check_scale(scale, problem.key_dim)
+    reason = unsupported_reason(q, k, v)
+    with torch.no_grad():
+        if reason is not None:
+            warn_once(_pytorch_path_warning(reason))
+            cu_host = _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem)
+            g_cum, A = chunk_gate_sum_and_inverse(k, g, beta, cu_host)
+            o, final_state = chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
+            return g_cum.float(), A.to(q.dtype), o, final_state
+
+        tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+        g_cum, A, o, final_state = launch_forward(*tensors, call)
+        g_cum, A, o = (_rows_for_user(x, problem) for x in (g_cum, A, o[..., : problem.value_dim]))
+        return g_cum, A, o, _state_for_user(final_state, problem, state_v_first)
+
+
+def _state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+    """state_v_first, or its old name transpose_state_layout."""
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("transpose_state_layout is the old name of state_v_first; pass one of them, got both")
+    warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
+    return bool(kwargs["transpose_state_layout"])
+
+
+def _check_known_options(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("head_first", False):
+        raise ValueError("head_first=True is not supported: inputs must be [B, T, H, ...]")
+    chunk_size = kwargs.get("chunk_size", CHUNK)
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"chunk_size must be 16, 32 or 64, got {chunk_size!r}")
+    if kwargs.get("use_gate_in_kernel", False) and kwargs.get("A_log") is None:
+        raise ValueError("A_log must be a tensor [HV] when use_gate_in_kernel=True, got None")
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _blank_unowned_rows(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Zeros the rows past the last sequence: an activation's own gradient would make 0 * NaN of a NaN there."""
+    if cu_seqlens is None:
+        return x
+    owned = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1:].to(x.device)
+    return torch.where(owned.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    wide = _at_least_fp32(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)
+
+
+def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """-exp(A_log) softplus(g + dt_bias) in at least fp32; g [B, T, HV], A_log and dt_bias [HV]."""
+    heads = g.shape[2]
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.numel() != heads:
+            raise ValueError(f"{name} must have HV = {heads} elements, got shape {list(x.shape)}")
+        if x.device != g.device:
+            raise ValueError(f"{name} must be on the device of g, {g.device}, got {x.device}")
+    assert A_log is not None
+    raw = _at_least_fp32(g)
+    if dt_bias is not None:
+        raw = raw + _at_least_fp32(dt_bias).flatten()
+    return -_at_least_fp32(A_log).flatten().exp() * F.softplus(raw)
+
+
+def _pytorch_path_warning(reason: str) -> str:
+    return f"qla runs this call through PyTorch, which is slower: {reason}."
+
+
+def _cu_seqlens_on_host(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, problem: Problem) -> Tensor | None:
+    """cu_seqlens as the PyTorch path needs it: on the CPU, its values checked."""
+    if cu_seqlens is None or cu_seqlens_cpu is not None:
+        return cu_seqlens_cpu
+    if cu_seqlens.device.type != "cpu":
+        cu_seqlens = cu_seqlens.cpu()
+        check_cu_seqlens_values(cu_seqlens.tolist(), problem.tokens)
+    return cu_seqlens
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _normalise(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[_Tensors, Call]:
+    """Brings checked inputs into the kernels' form (``qla.autograd``); differentiable."""
+    if scale < 0:
+        q, scale = -q, -scale
+    q, k, v = (_aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
+    g, beta = (_aligned(x.float().flatten(0, 1)) for x in (g, beta))
+    if initial_state is not None:
+        initial_state = _aligned(_pad(initial_state.float(), 2))
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
+    call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state)
+    return (q, k, v, g, beta, initial_state, cu_seqlens), call
+
+
+def _pad(x: Tensor, dims: int) -> Tensor:
+    """Zeros up to the kernels' head size in the last ``dims`` dimensions. Exact: they add zeros to sums, and stay zero in the state."""
+    missing = [KERNEL_DIM - size for size in reversed(x.shape[-dims:])]
+    return F.pad(x, [n for m in missing for n in (0, m)]) if any(missing) else x  # F.pad copies even when there is nothing to add
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous and 16-byte aligned; a copy only where needed."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def _rows_for_user(x: Tensor, problem: Problem) -> Tensor:
+    """[N, ..] to a contiguous [B, T, ..]."""
+    return x.contiguous().view(problem.batch, problem.tokens, *x.shape[1:])
+
+
+def _state_for_user(state: Tensor | None, problem: Problem, state_v_first: bool) -> Tensor | None:
+    if state is None:
+        return None
+    rows, columns = problem.state_shape(state_v_first)[2:]
+    return state[..., :rows, :columns].contiguous()

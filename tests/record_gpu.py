@@ -1,0 +1,50 @@
+"""pytest plugin: one JSON line for a run of the GPU tests.
+
+    python -m pytest -p tests.record_gpu -m gpu --record bench/results/gpu_tests.jsonl
+
+The line has commit (QLA_COMMIT where there is no git checkout), gpu, torch, tilelang, date, passed, failed, skipped and
+seconds; failed counts errors outside a test's own code too. A run that collects nothing leaves no line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.facts import append_line, environment
+
+_STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("qla").addoption("--record", type=Path, default=None, metavar="FILE", help="append one JSON line about the run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STARTED] = time.monotonic()
+
+
+def make_line(stats: Mapping[str, Sequence[Any]], seconds: float, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a run from the terminal reporter's lists of reports."""
+    counts = {
+        "passed": len(stats.get("passed", [])),
+        "failed": len(stats.get("failed", [])) + len(stats.get("error", [])),
+        "skipped": len(stats.get("skipped", [])),
+    }
+    order = ("commit", "gpu", "torch", "tilelang")
+    return {**{key: facts.get(key) for key in order}, **counts, "seconds": round(seconds, 1), "date": facts.get("date")}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    path = config.getoption("--record")
+    if path is None:
+        return
+    line = make_line(terminalreporter.stats, time.monotonic() - config.stash[_STARTED], environment())
+    if line["passed"] + line["failed"] + line["skipped"] == 0:
+        return
+    append_line(path, line)
+    terminalreporter.write_line(f"recorded in {path}: {line['passed']} passed, {line['failed']} failed, {line['skipped']} skipped")

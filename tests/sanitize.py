@@ -1,0 +1,67 @@
+"""One small forward of each kernel variant, to run under compute-sanitizer on a Hopper GPU.
+
+    compute-sanitizer --tool memcheck python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py
+
+Packed sequences with tails, an empty one and rows that none owns; equal lengths; both block widths and dtypes; states in
+both layouts; offsets that are wrong. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks
+are for many items, which here are sequences of a few tokens. PyTorch's cache of freed memory is switched off,
+so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Before torch is imported: an allocation of its own for each tensor.
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import qla  # noqa: E402
+
+
+def inputs(tokens: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
+    h, hv = heads
+    q, k = (torch.nn.functional.normalize(torch.randn(batch, tokens, h, 128, device="cuda"), dim=-1).to(dtype) for _ in range(2))
+    v = torch.randn(batch, tokens, hv, 128, device="cuda").to(dtype)
+    g = torch.nn.functional.logsigmoid(torch.randn(batch, tokens, hv, device="cuda"))
+    return [q, k, v, g, torch.rand(batch, tokens, hv, device="cuda")]
+
+
+def run(name: str, tensors: list[Tensor], lengths: list[int] | None, state: bool = True, check: bool = True, **options: object) -> None:
+    """One call; ``lengths`` are offsets of packed sequences, or None. Raises unless every element is finite."""
+    cu = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    sequences = tensors[0].shape[0] if cu is None else len(cu) - 1
+    h0 = torch.randn(sequences, tensors[2].shape[2], 128, 128, device="cuda") if state else None
+    o, final = qla.chunk_gated_delta_rule(*tensors, initial_state=h0, output_final_state=state, cu_seqlens=cu, **options)
+    torch.cuda.synchronize()
+    for x in (o, final):
+        if check and x is not None and not bool(torch.isfinite(x).all()):
+            raise SystemExit(f"{name}: not finite")
+    print(f"{name}: done", flush=True)
+
+
+def main() -> None:
+    from qla.kernels.fwd_fused import choose_block_v
+
+    torch.manual_seed(0)
+    dtypes = (torch.bfloat16,) if "--quick" in sys.argv else (torch.bfloat16, torch.float16)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    count = next(n for n in range(1, 10_000) if choose_block_v(8 * n, sms) == 128)
+    for dtype in dtypes:
+        run(f"{dtype} packed, 2/4 heads", inputs(215, (2, 4), dtype), [0, 70, 70, 134, 200])
+        run(f"{dtype} packed, 2/2 heads, V-first", inputs(130, (2, 2), dtype), [0, 65, 130], state_v_first=True)
+        run(f"{dtype} equal lengths, 1/3 heads, no state", inputs(100, (1, 3), dtype, batch=2), None, state=False)
+        run(f"{dtype} {count * 8} items, wide blocks", inputs(3 * count, (2, 8), dtype), list(range(0, 3 * count + 1, 3)))
+        run(f"{dtype} {count * 8} items of 66 tokens, wide blocks", inputs(66, (2, 8), dtype, batch=count), None, state=False)
+    for wrong in ([0, 50, 20, 128], [0, 300], [-64, 128], [100, 0, 100], [2**31 - 1, -(2**31)]):
+        run(f"wrong offsets {wrong}", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
+
+
+if __name__ == "__main__":
+    main()

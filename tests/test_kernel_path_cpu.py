@@ -1,0 +1,280 @@
+"""The way to the kernels and back, with stand-ins for the kernels: padding, layouts, views, scale, gradients, saved memory.
+
+The stand-ins check that they get what the kernels are promised and compute it with the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import types
+
+import pytest
+import torch
+from inputs import LENGTHS_WITH_GAPS, cu_seqlens_of, make_inputs, make_state
+from numeric import assert_bitwise_equal, assert_close
+
+import qla
+from qla import checks
+from qla.device import DeviceSpec
+from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule
+
+pytestmark = pytest.mark.filterwarnings("ignore:qla has no backward kernel:RuntimeWarning")
+SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132, smem_limit=232448)
+
+
+class StandIns:
+    """Records the launches; ``kkt_solve`` and ``fwd_fused`` have the kernels' signatures."""
+
+    def __init__(self):
+        self.launches = []
+
+    @staticmethod
+    def check(name, x, shape, dtype):
+        assert tuple(x.shape) == shape, f"{name}: {tuple(x.shape)} is not {shape}"
+        assert x.dtype == dtype and x.is_contiguous() and x.data_ptr() % 16 == 0, name
+
+    @staticmethod
+    def batched(cu_seqlens, num_seqs, seq_len, *tensors):
+        if cu_seqlens is None:
+            return [x.view(num_seqs, seq_len, *x.shape[1:]) for x in tensors]
+        assert seq_len == 0 and cu_seqlens.dtype == torch.int32 and cu_seqlens.shape == (num_seqs + 1,)
+        return [x.unsqueeze(0) for x in tensors]
+
+    def kkt_solve(self, k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms):
+        self.launches.append("kkt_solve")
+        tokens, heads = g.shape
+        self.check("k", k, (tokens, k.shape[1], 128), k.dtype)
+        self.check("g", g, (tokens, heads), torch.float32)
+        self.check("beta", beta, (tokens, heads), torch.float32)
+        self.check("o", o, (tokens, heads, 128), k.dtype)
+        assert num_sms == SPEC.sm_count
+        o.fill_(math.nan)
+        if cu_seqlens is not None:
+            o[int(cu_seqlens[-1]) :] = 0
+        self.g = g
+        g_cum, A = chunk_gate_sum_and_inverse(*self.batched(cu_seqlens, num_seqs, seq_len, k, g, beta), cu_seqlens)
+        return g_cum.flatten(0, 1), A.flatten(0, 1).to(k.dtype)
+
+    def fwd_fused(
+        self, q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms
+    ):
+        self.launches.append("fwd_fused")
+        tokens, heads, _ = v.shape
+        for name, x, shape, dtype in (
+            ("q", q, tuple(k.shape), k.dtype),
+            ("v", v, (tokens, heads, 128), k.dtype),
+            ("g_cum", g_cum, (tokens, heads), torch.float32),
+            ("A", A, (tokens, heads, 64), k.dtype),
+            ("initial_state", initial_state, (num_seqs, heads, 128, 128), torch.float32),
+            ("final_state", final_state, (num_seqs, heads, 128, 128), torch.float32),
+        ):
+            if x is not None:
+                self.check(name, x, shape, dtype)
+        assert isinstance(scale, float) and scale >= 0 and num_sms == SPEC.sm_count
+        batched = self.batched(cu_seqlens, num_seqs, seq_len, q, k, v, self.g, beta)
+        out, final = chunked_gated_delta_rule(*batched, scale, initial_state, True, state_v_first, cu_seqlens)
+        owned = tokens if cu_seqlens is None else int(cu_seqlens[-1])
+        o[:owned] = out.flatten(0, 1)[:owned]
+        if final_state is not None:
+            final_state.copy_(final)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    stand_ins = StandIns()
+    for name in ("kkt_solve", "fwd_fused"):
+        module = types.ModuleType(f"qla.kernels.{name}")
+        setattr(module, name, getattr(stand_ins, name))
+        monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
+    monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
+    monkeypatch.setattr("qla.autograd.device_spec", lambda device: SPEC)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return stand_ins
+
+
+def expected_of(inputs, **options):
+    """The call through the reference."""
+    return chunked_gated_delta_rule(*inputs, output_final_state=True, **options)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64), (100, 37), (128, 1), (3, 128)])
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("lengths", [None, LENGTHS_WITH_GAPS], ids=["equal", "packed"])
+def test_head_sizes_are_padded_exactly(rng, kernels, key_dim, value_dim, state_v_first, lengths):
+    tokens = 240
+    inputs = make_inputs(rng, tokens, batch=1 if lengths else 2, key_dim=key_dim, value_dim=value_dim, dtype=torch.bfloat16)
+    start = make_state(rng, inputs, len(lengths) if lengths else None).float()
+    options = {"initial_state": start.transpose(2, 3) if state_v_first else start, "state_v_first": state_v_first}
+    if lengths:
+        options["cu_seqlens"] = cu_seqlens_of(lengths)
+    o, state = qla.chunk_gated_delta_rule(*inputs, output_final_state=True, **options)
+    expected, expected_state = expected_of(inputs, **options)
+    assert kernels.launches == ["kkt_solve", "fwd_fused"]
+    assert o.is_contiguous() and state.is_contiguous() and state.shape == options["initial_state"].shape
+    assert_close(o, expected, 1e-3, "o")
+    assert_close(state, expected_state, 1e-6, "final state")
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 2.0, None, 3])
+def test_scale_reaches_the_kernel_as_a_float_of_at_least_zero(rng, scale):
+    inputs = make_inputs(rng, 70, dtype=torch.bfloat16)
+    o, state = qla.chunk_gated_delta_rule(*inputs, scale=scale, output_final_state=True)
+    expected, expected_state = expected_of(inputs, scale=scale)
+    assert_close(o, expected, 1e-3)
+    assert_close(state, expected_state, 1e-6)
+
+
+def test_views_give_the_same_bits(rng):
+    inputs = make_inputs(rng, 70, batch=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    start = make_state(rng, inputs)
+
+    def misaligned(x):
+        flat = torch.empty(x.numel() + 1, dtype=x.dtype)
+        flat[1:] = x.flatten()
+        return flat[1:].view(x.shape)
+
+    expected = qla.chunk_gated_delta_rule(*inputs, initial_state=start, output_final_state=True)
+    for view in (misaligned, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: torch.stack([x, x], -1)[..., 1]):
+        actual = qla.chunk_gated_delta_rule(*(view(x) for x in inputs), initial_state=view(start), output_final_state=True)
+        for a, e in zip(actual, expected, strict=True):
+            assert_bitwise_equal(a, e)
+
+
+def test_fitting_inputs_are_not_copied(rng, kernels, monkeypatch):
+    inputs = make_inputs(rng, 70, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    inputs = inputs._replace(g=inputs.g.float(), beta=inputs.beta.float())
+    seen = {}
+    original = kernels.fwd_fused
+
+    def spy(q, k, v, g_cum, beta, *rest):
+        seen.update(q=q, k=k, v=v, beta=beta)
+        original(q, k, v, g_cum, beta, *rest)
+
+    monkeypatch.setattr(sys.modules["qla.kernels.fwd_fused"], "fwd_fused", spy)
+    qla.chunk_gated_delta_rule(*inputs)
+    for name, x in seen.items():
+        assert x.data_ptr() == getattr(inputs, name).data_ptr(), name
+
+
+@pytest.mark.parametrize("case", ["no token", "no sequence", "no token in a sequence"])
+def test_nothing_is_launched_without_work(rng, kernels, case):
+    inputs = make_inputs(rng, 30 if case == "no sequence" else 0, dtype=torch.bfloat16)
+    cu = {"no token": None, "no sequence": torch.tensor([0]), "no token in a sequence": torch.tensor([0, 0, 0])}[case]
+    num_seqs = 1 if cu is None else len(cu) - 1
+    start = make_state(rng, inputs, num_seqs).requires_grad_()
+    leaves = inputs.leaves()
+    o, state = qla.chunk_gated_delta_rule(*leaves, initial_state=start, output_final_state=True, cu_seqlens=cu)
+    assert kernels.launches == []
+    assert o.shape == inputs.v.shape and o.count_nonzero() == 0
+    assert_bitwise_equal(state, start.float())
+    (o.sum() + 2 * state.sum()).backward()
+    assert (start.grad == 2).all() and start.grad.dtype == start.dtype
+    for name, x in leaves._asdict().items():
+        assert x.grad.count_nonzero() == 0, f"d{name}"
+    assert qla.chunk_gated_delta_rule(*inputs, output_final_state=True, cu_seqlens=cu)[1].count_nonzero() == 0
+
+
+class TestGradients:
+    @pytest.mark.parametrize("lengths", [None, LENGTHS_WITH_GAPS], ids=["equal", "packed"])
+    @pytest.mark.parametrize("outputs", ["o", "state", "both"])
+    def test_right_and_in_the_inputs_dtypes(self, rng, lengths, outputs):
+        inputs = make_inputs(rng, 240, batch=1 if lengths else 2, key_dim=40, value_dim=24, dtype=torch.bfloat16)
+        inputs = inputs._replace(g=inputs.g.float(), beta=inputs.beta.half())
+        start = make_state(rng, inputs, len(lengths) if lengths else None)
+        if lengths:
+            for x in inputs:
+                x[:, sum(lengths) :] = math.nan
+        options = {"cu_seqlens": cu_seqlens_of(lengths)} if lengths else {}
+        weights = [torch.randn(inputs.v.shape, generator=rng), torch.randn(start.shape, generator=rng)]
+        grads = []
+        for function in (qla.chunk_gated_delta_rule, chunked_gated_delta_rule):
+            leaves = [*inputs.leaves(), start.clone().requires_grad_()]
+            o, state = function(*leaves[:5], initial_state=leaves[5], output_final_state=True, **options)
+            loss = sum((w * x).sum() for w, x, name in zip(weights, (o, state), ("o", "state"), strict=True) if outputs in (name, "both"))
+            grads.append(torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True))
+        names = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
+        for name, actual, expected, x in zip(names, *grads, [*inputs, start], strict=True):
+            assert actual.dtype == x.dtype and actual.shape == x.shape, name
+            assert_close(actual, expected, 1e-2 if actual.dtype != torch.float32 else 1e-5, name)
+
+    @pytest.mark.parametrize("which", range(5))
+    def test_of_one_input_alone(self, rng, which):
+        inputs = make_inputs(rng, 70, dtype=torch.bfloat16)
+        tensors = [x.clone().requires_grad_(i == which) for i, x in enumerate(inputs)]
+        o, _ = qla.chunk_gated_delta_rule(*tensors)
+        o.float().square().sum().backward()
+        assert [x.grad is not None for x in tensors] == [i == which for i in range(5)]
+
+    def test_nothing_is_saved_unless_asked(self, rng):
+        inputs = make_inputs(rng, 70, dtype=torch.bfloat16)
+        saved = []
+
+        def pack(x):
+            saved.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o, state = qla.chunk_gated_delta_rule(*inputs, output_final_state=True)
+            assert not o.requires_grad and not state.requires_grad and saved == []
+            with torch.no_grad():
+                qla.chunk_gated_delta_rule(*inputs.leaves())
+            assert saved == []
+            qla.chunk_gated_delta_rule(*inputs.leaves())
+        assert saved != []
+
+    def test_through_activations_scale_and_padding(self, rng):
+        inputs = make_inputs(rng, 70, dtype=torch.float32)
+        options = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "scale": -0.7}
+        leaves = inputs.leaves()
+        qla.chunk_gated_delta_rule(*leaves, **options)[0].square().sum().backward()
+        exact = inputs.to(torch.float64).leaves()
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in exact[:2])
+        chunked_gated_delta_rule(q, k, exact.v, exact.g, exact.beta.sigmoid(), scale=-0.7)[0].square().sum().backward()
+        for name, x in leaves._asdict().items():
+            assert_close(x.grad, getattr(exact, name).grad, 1e-4, f"d{name}")
+
+    def test_under_activation_checkpointing(self, rng):
+        inputs = make_inputs(rng, 70, dtype=torch.bfloat16)
+        grads = []
+        for checkpointed in (False, True):
+            leaves = inputs.leaves()
+            if checkpointed:
+                o, _ = torch.utils.checkpoint.checkpoint(qla.chunk_gated_delta_rule, *leaves, use_reentrant=False)
+            else:
+                o, _ = qla.chunk_gated_delta_rule(*leaves)
+            grads.append(torch.autograd.grad(o.float().square().sum(), [*leaves]))
+        for actual, expected in zip(*grads, strict=True):
+            assert_bitwise_equal(actual, expected)
+
+    def test_one_warning_about_the_slow_backward(self, rng, monkeypatch):
+        monkeypatch.setattr(checks, "_warned", set())
+        with pytest.warns(RuntimeWarning, match="qla has no backward kernel yet") as caught:
+            for _ in range(2):
+                qla.chunk_gated_delta_rule(*make_inputs(rng, 10).to(torch.bfloat16).leaves())[0].sum().backward()
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_low_level_entry(rng, packed):
+    inputs = make_inputs(rng, 150, batch=1 if packed else 2, key_dim=40, dtype=torch.bfloat16)
+    cu = cu_seqlens_of([70, 0, 60], torch.int64) if packed else None
+    g_cum, A, o, state = qla.chunk_gated_delta_rule_fwd(*inputs, output_final_state=True, cu_seqlens=cu, state_v_first=True)
+    expected_g, expected_A = chunk_gate_sum_and_inverse(inputs.k, inputs.g, inputs.beta, cu)
+    assert_close(g_cum, expected_g, 1e-6)
+    assert_close(A, expected_A, 4e-3)
+    assert_bitwise_equal(o, qla.chunk_gated_delta_rule(*inputs, cu_seqlens=cu)[0])
+    assert g_cum.shape == inputs.g.shape and A.shape == (*inputs.g.shape, 64) and A.dtype == torch.bfloat16
+    assert state.shape == (3 if packed else 2, 4, 24, 40) and state.dtype == torch.float32
+    assert not qla.chunk_gated_delta_rule_fwd(*inputs.leaves())[2].requires_grad
+
+
+def test_cu_seqlens_of_either_width(rng):
+    inputs = make_inputs(rng, 100, dtype=torch.bfloat16)
+    results = [
+        qla.chunk_gated_delta_rule(*inputs, output_final_state=True, cu_seqlens=cu_seqlens_of([60, 40], dtype))
+        for dtype in (torch.int32, torch.int64)
+    ]
+    for a, b in zip(*results, strict=True):
+        assert_bitwise_equal(a, b)

@@ -1,0 +1,101 @@
+"""CPU-only: every variant of kkt_solve lowers for sm_90a and agrees with the tables at the head of its file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tilelang")
+from tilelang import tvm  # noqa: E402
+from tilelang.backend.target import determine_target  # noqa: E402
+from tilelang.engine.lower import lower  # noqa: E402
+
+from qla.kernels import kkt_solve as kkt  # noqa: E402
+
+REGISTERS_PER_SM = 65536
+STATIC_SMEM = 1024  # the barrier, as ptxas counts it
+RESERVED_SMEM = 1024  # what CUDA takes of each block
+
+
+def generated(cfg):
+    target = determine_target(kkt.TARGET, return_object=True)
+    with tvm.transform.PassContext(opt_level=3, config={key.value: value for key, value in kkt.PASS_CONFIGS.items()}), target:
+        artifact = lower(kkt.prim_func(cfg), target=target, enable_host_codegen=False, enable_device_compile=False)
+    (fn,) = artifact.device_mod.functions.values()
+    source = artifact.kernel_source
+    return int(fn.attrs["dyn_shared_memory_buf"]), source[source.rindex("__launch_bounds__") :]
+
+
+@pytest.fixture(scope="module", params=kkt.CONFIGS, ids=lambda cfg: cfg.name)
+def kernel(request):
+    return request.param, *generated(request.param)
+
+
+def test_launch_shape_and_shared_memory(kernel):
+    cfg, smem, code = kernel
+    assert smem == cfg.smem_bytes
+    assert code.startswith(f"__launch_bounds__({cfg.threads}, {cfg.blocks_per_sm})")
+    assert cfg.blocks_per_sm * (smem + STATIC_SMEM + RESERVED_SMEM) <= kkt.SMEM_LIMIT_SM
+    assert cfg.blocks_per_sm * cfg.threads * kkt.REGS[cfg.kk_slots] <= REGISTERS_PER_SM
+
+
+def test_barriers(kernel):
+    cfg, _, code = kernel
+    loop = code[code.index("while (1)") :]
+    assert loop.count("__syncthreads()") == 2, "kk_free and kk_ready"
+    assert code.count("__syncthreads()") == 4, "besides these: barrier init and the first unit record"
+    assert re.findall(r"keys_full\[0\]\.init\((\d+)\)", code) == [str(kkt.WARP)]
+    assert loop.count(".wait(") == 2, "keys of step 0 and of step 1"
+    assert loop.count(".arrive()") == 2, "keys of step 1 and of the next unit"
+    assert code.count(".arrive()") == 3, "besides these: keys of the first unit"
+
+
+def test_asynchronous_copies(kernel):
+    cfg, _, code = kernel
+    assert code.count("tl::tma_load(") == 3 * cfg.tiles
+    assert code.count("expect_transaction(16384)") == 3 * cfg.tiles, "a tile of 64 x 128 keys each"
+    assert code.count("tl::tma_store(") == kkt.HEADS
+    assert code.count("tl::wgmma_ss<") == cfg.kk_slots
+    assert code.count("wait_wgmma<0>") == cfg.kk_slots, "no product in flight past its own wait"
+    # a leader is elected within one warp: an election over the whole block never picks a lane of the last warp
+    assert set(re.findall(r"tl_shuffle_elect<(\d+)>", code)) == {"0", "32"}
+
+
+def test_record_fields_agree_with_device_code():
+    source = Path(kkt.__file__).with_name("kkt_solve.cuh").read_text()
+    names = re.search(r"enum Field \{([^}]*)\}", source)[1].replace(" ", "").split(",")
+    assert [getattr(kkt, name[1:].upper()) for name in names] == list(range(kkt.UNIT_FIELDS))
+    assert "kLow + 6 * kBlock" in source
+    assert kkt.KK_SLOT_BYTES == 4 * (16 * 16 + 16) * 4 + 2 * 6 * 16 * 16 * 2
+
+
+def test_table_in_docstring():
+    for name, kk2, kk4 in re.findall(r"^    (gates|keys|kk|stage|units|total) .*? (\d+) +(\d+) ", kkt.__doc__, re.M):
+        for slots, text in ((2, kk2), (4, kk4)):
+            cfg = kkt.KktConfig(kk_slots=slots)
+            assert int(text) == (cfg.smem_bytes if name == "total" else cfg.smem_table()[name]), name
+
+
+def test_config_rejects_what_it_cannot_do():
+    with pytest.raises(ValueError, match="float32"):
+        kkt.KktConfig(dtype="float32")
+    with pytest.raises(ValueError, match="kk_slots"):
+        kkt.KktConfig(kk_slots=3)
+
+
+@pytest.mark.parametrize("lengths", [[0], [1], [64], [65, 0, 0, 63], [0, 0, 0], [200, 1, 128]])
+@pytest.mark.parametrize("padding", [0, 1, 64, 130])
+def test_slots_cover_every_row_once(lengths, padding):
+    """The numbering of chunk slots that kkt_solve.cuh inverts: base(n) = cu[n] / 64 + n, S is the rows that no sequence owns."""
+    cu = [0]
+    for length in lengths:
+        cu.append(cu[-1] + length)
+    tokens, seqs = cu[-1] + padding, len(lengths)
+    owners = [0] * tokens
+    for slot in range(kkt.num_units(tokens, 4, seqs, 0)):
+        seq = max(n for n in range(seqs + 1) if cu[n] // 64 + n <= slot)
+        begin, end = cu[seq], cu[seq + 1] if seq < seqs else tokens
+        first = begin + (slot - cu[seq] // 64 - seq) * 64
+        for row in range(first, min(first + 64, end)):
+            owners[row] += 1
+    assert owners == [1] * tokens
