@@ -25,9 +25,9 @@ def serial_chunks(lengths: Sequence[int], blocks_per_sequence: int, num_sms: int
 
 def block_columns(items: int, num_sms: int) -> int:
     """Columns of V a block of the fused kernel owns, as its launcher chooses."""
-    from qla.kernels import fwd_fused
+    from qla.kernels.fwd_fused import choose_block_v
 
-    return int(fwd_fused.choose_block_v(items, num_sms))
+    return int(choose_block_v(items, num_sms))
 
 
 def kernel_calls(case: Case) -> dict[str, Callable[[], object]]:

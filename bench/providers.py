@@ -63,9 +63,7 @@ def _prepare_fla(case: Case) -> Call:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     arguments = (case.q, case.k, case.v, case.g, case.beta)
-    return Call(
-        lambda: chunk_gated_delta_rule(*arguments, scale=case.scale, output_final_state=True, cu_seqlens=case.cu_seqlens), _as_pair
-    )
+    return Call(lambda: chunk_gated_delta_rule(*arguments, scale=case.scale, output_final_state=True, cu_seqlens=case.cu_seqlens), _as_pair)
 
 
 def _prepare_flash_qla(case: Case, auto_cp: bool = True) -> Call:

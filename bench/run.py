@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 if not __package__:  # run as a file: the repository root belongs on the path, this folder does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -112,9 +114,7 @@ def format_table(rows: Sequence[Row], providers: Sequence[str]) -> str:
 
 def known_times(paths: Iterable[Path]) -> dict[tuple[int, int, str, str, str], float]:
     """Recorded times by (hk, hv, lengths, gates, provider); later lines win."""
-    return {
-        (r["hk"], r["hv"], r["lengths"], r["gates"], r["provider"]): r["ms"] for r in read_lines(paths) if r.get("direction") == "fwd"
-    }
+    return {(r["hk"], r["hv"], r["lengths"], r["gates"], r["provider"]): r["ms"] for r in read_lines(paths) if r.get("direction") == "fwd"}
 
 
 def check_and_prepare(provider: Provider, case: Case, expected: Any, ready_up: Callable[[Callable[[], object]], Runnable]) -> Ready:
@@ -151,6 +151,8 @@ class Bench:
     def run_row(self, shape: Shape, gates: str) -> None:
         """Checks, then times, then records one row. What was measured before the budget ran out stays."""
         self.check_budget()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()  # graphs of the row before kept memory of their own
         row = Row(shape, gates)
         case = make_case(shape, gates, self.device)
         expected = expected_slice(case)
@@ -272,8 +274,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     args = make_parser().parse_args(argv)
     use_own_path_of_fla()
-    import torch
-
     if not torch.cuda.is_available():
         print("needs a CUDA device")
         return 2

@@ -11,7 +11,7 @@ Shapes   Q, K [N, H, 128], V, O [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulativ
          N tokens, H and HV heads, sequences, scale, initial/final state, their layout: run-time values.
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
-    STATE   0-255 | 0-127    208 | 208   the recurrence (two warpgroups | one)
+    STATE   0-255 | 0-127    208 | 208   the recurrence and O (two warpgroups | one)
     SCORE   next 128          72 | 128   P, one chunk ahead
     IO      last 128          24 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
 Shared memory                   bytes (block_v = 128 | 64)
@@ -21,24 +21,23 @@ Shared memory                   bytes (block_v = 128 | 64)
     a        [3, 64, 64]        24576
     p        [64, 64]            8192
     o        [64, block_v]      16384 | 8192
-    gates    6 x [3, 64] fp32    4608
-    decay    [3] fp32              16
-    barriers                    about 112 (static)
+    gates    6 x [3, 64] fp32    4608   (static, with the barriers)
+    decay    [3] fp32              16   (static)
 Barriers
     name          signalled by   waited by      count
     tiles.full    IO 0, IO 1     STATE, SCORE   64, and the bytes of the TMA loads
     tiles.empty   STATE, SCORE   IO 0, IO 1     STATE threads + 128
-    p.full        SCORE          STATE          128
-    p.empty       STATE          SCORE          STATE threads
-    o.full        STATE          IO 2           STATE threads
-    o.empty       IO 2           STATE          32
+    p_ring.full   SCORE          STATE          128
+    p_ring.empty  STATE          SCORE          STATE threads
+    o_ring.full   STATE          IO 2           STATE threads
+    o_ring.empty  IO 2           STATE          32
     tail          IO 0           IO 0           32: a last chunk that is not whole is cleaned before it is handed on
 Schedule of chunk i (| separates what runs while wgmma is in flight)
-    IO 0    acquire tiles | TMA K, Q, A, V | commit           IO 1   acquire tiles | gates of the chunk | commit
+    IO 0    acquire tiles | TMA K, V, A, Q | commit           IO 1   acquire tiles | gates of the chunk | commit
     SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
-    STATE   wait tiles | U, O = S Q | W | Vd = A W | decay S, scale O | S += K^T Vd | wait p | O += P Vd
-            release tiles, p | U of chunk i + 1 | acquire o | store O | commit o
-    IO 2    wait o | TMA O (rows one by one in a last chunk that is not whole) | release o
+    STATE   S += K^T Vd | wait p, o and tiles i + 1 at once | O += P Vd | U of chunk i + 1 by halves of K, as the halves of S come
+            release tiles i | release p | store O | commit o | O = S Q | W | Vd = A W | decay S, scale O
+    IO 2    wait o | fence | TMA O (rows one by one in a last chunk that is not whole) | release o
 """
 
 import functools
@@ -56,7 +55,6 @@ from qla.kernels.ws import (
     HEAD_DIM,
     REGS_PER_SM,
     SMEM_LIMIT_SM90,
-    TILE_BYTES,
     WARP,
     WARPGROUP,
     Ring,
@@ -77,7 +75,7 @@ class Role(IntEnum):
 
 REGS = {
     128: {Role.STATE: 208, Role.SCORE: 72, Role.IO: 24},
-    64: {Role.STATE: 240, Role.SCORE: 128, Role.IO: 40},
+    64: {Role.STATE: 208, Role.SCORE: 128, Role.IO: 40},
 }
 
 
@@ -99,9 +97,8 @@ class FwdConfig:
             raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
 
     @property
-    def early_gates(self) -> bool:
-        """Gates of a chunk wait in registers, where there are any left, instead of being read when they are needed."""
-        return self.block_v == 64
+    def cuda_type(self) -> str:
+        return {"bfloat16": "bfloat16_t", "float16": "half_t"}[self.dtype]
 
     @property
     def regs(self) -> dict[Role, int]:
@@ -162,6 +159,25 @@ static __device__ __forceinline__ int qla_load_transposed(const void* tiles, F* 
                  : "=r"(r[4 * i]), "=r"(r[4 * i + 1]), "=r"(r[4 * i + 2]), "=r"(r[4 * i + 3]) : "r"(at + i * 2048) : "memory");
   return 0;
 }
+// accumulators [V, token], rounded, to a [token, V] tile: the way back of qla_load_transposed
+template <typename E>
+static __device__ __forceinline__ int qla_store_transposed(const float* acc, void* tiles, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
+  const int row = (lane >> 4) * 8 + (lane & 7), piece = (warp & 3) * 2 + ((lane >> 3) & 1);
+  const unsigned at = (unsigned)__cvta_generic_to_shared(tiles) + (warp >> 2) * 8192 + row * 128 + ((piece ^ (row & 7)) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    unsigned r[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      E pair[2] = {E(acc[8 * i + 2 * e]), E(acc[8 * i + 2 * e + 1])};
+      r[e] = *reinterpret_cast<unsigned*>(pair);
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::
+                 "r"(at + i * 2048), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  }
+  return 0;
+}
 // state of one head, [V, K] or [K, V] in memory, <-> accumulators [V, K] in two halves of K; 8 lanes share a 32-byte sector
 #define QLA_STATE_ELEMENTS(ACTION)                                                                             \
   const int row = v0 + (thread >> 5) * 16 + ((thread & 31) >> 2), col = (thread & 3) * 2;                      \
@@ -219,16 +235,9 @@ def issue_u_first(s, t):
 
 
 @T.macro
-def load_values(cfg, s, t, tx):
+def load_values(s, t, tx):
     # early: shared memory answers late while products queue for the tensor cores
     T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
-    if cfg.early_gates:
-        for c in T.Parallel(CHUNK):
-            s.b[c] = s.beta[t, c]
-        for c in T.Parallel(CHUNK):
-            s.bg[c] = s.beta_gamma[t, c]
-        for c in T.Parallel(CHUNK):
-            s.gr[c] = s.gamma_rest[t, c]
 
 
 @T.macro
@@ -245,17 +254,13 @@ def issue_qs(s, t):
 
 
 @T.macro
-def correct_values(cfg, s, t, tx):
+def correct_values(s, t, tx):
     # in flight: U, O = S Q. Leaves nothing in flight: Vd, O scaled and S decayed.
     T.wait_wgmma(2)
     T.warpgroup_fence_operand(s.U, num_regs=32)
     # W = diag(beta) V - diag(beta gamma) U
-    if cfg.early_gates:
-        for v, c in T.Parallel(s.block_v, CHUNK):
-            s.W[v, c] = s.b[c] * s.Vt[c, v] - s.bg[c] * s.U[v, c]
-    else:
-        for v, c in T.Parallel(s.block_v, CHUNK):
-            s.W[v, c] = s.beta[t, c] * s.Vt[c, v] - s.beta_gamma[t, c] * s.U[v, c]
+    for v, c in T.Parallel(s.block_v, CHUNK):
+        s.W[v, c] = s.beta[t, c] * s.Vt[c, v] - s.beta_gamma[t, c] * s.U[v, c]
     # Vd^T = W^T A^T
     T.wgmma_gemm(s.W, s.a[t, :, :], s.Vd, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     s.last[0] = s.decay[t]
@@ -272,14 +277,10 @@ def correct_values(cfg, s, t, tx):
 
 
 @T.macro
-def issue_state(cfg, s, t):
+def issue_state(s, t):
     # S^T += (Vd^T diag(gamma_L/gamma)) K, in halves
-    if cfg.early_gates:
-        for v, c in T.Parallel(s.block_v, CHUNK):
-            s.Vdn[v, c] = s.Vd[v, c] * s.gr[c]
-    else:
-        for v, c in T.Parallel(s.block_v, CHUNK):
-            s.Vdn[v, c] = s.Vd[v, c] * s.gamma_rest[t, c]
+    for v, c in T.Parallel(s.block_v, CHUNK):
+        s.Vdn[v, c] = s.Vd[v, c] * s.gamma_rest[t, c]
     T.wgmma_gemm(s.Vdn, s.k[t, :, 0:HALF], s.S0, policy=FULL_ROW)
     T.wgmma_gemm(s.Vdn, s.k[t, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
     T.copy(s.Vd, s.Vdb)
@@ -292,30 +293,24 @@ def issue_output(s):
 
 
 @T.macro
-def take_output(s, i, p_ring):
+def hand_output(cfg, s, i, p_ring, o_ring, tx):
     T.warpgroup_fence_operand(s.O, num_regs=32)
     p_ring.release(i)
-    for v, c in T.Parallel(s.block_v, CHUNK):
-        s.Ot[c, v] = s.O[v, c]
-
-
-@T.macro
-def hand_output(s, i, o_ring):
-    # the store warp fences: it orders these stores before its TMA store, and costs nothing here
-    T.copy(s.Ot, s.o)
+    # the store warp fences: that orders these stores before its TMA store, and costs nothing here
+    T.call_extern("int32", f"qla_store_transposed<{cfg.cuda_type}>", s.O.data, T.access_ptr(s.o[0, 0], "r"), tx)
     o_ring.commit(i)
 
 
 @T.macro
 def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
     tiles.wait(0)
-    load_values(cfg, s, 0, tx)
+    load_values(s, 0, tx)
     issue_u_first(s, 0)
     issue_u_second(s, 0)
     issue_qs(s, 0)
-    correct_values(cfg, s, 0, tx)
+    correct_values(s, 0, tx)
     for i in T.serial(num_chunks - 1):
-        issue_state(cfg, s, i % cfg.stages)
+        issue_state(s, i % cfg.stages)
         T.call_extern(
             "int32", "qla_wait_all", p_ring.full[0], i % 2, o_ring.empty[0], (i + 1) % 2,
             tiles.full[(i + 1) % cfg.stages], (i + 1) // cfg.stages % 2,
@@ -323,26 +318,24 @@ def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
         issue_output(s)
         T.wait_wgmma(2)
         T.warpgroup_fence_operand(s.S0, num_regs=32)
-        load_values(cfg, s, (i + 1) % cfg.stages, tx)
+        load_values(s, (i + 1) % cfg.stages, tx)
         issue_u_first(s, (i + 1) % cfg.stages)
         T.wait_wgmma(2)
         T.warpgroup_fence_operand(s.S1, num_regs=32)
         tiles.release(i)
         issue_u_second(s, (i + 1) % cfg.stages)
         T.wait_wgmma(2)
-        take_output(s, i, p_ring)
-        hand_output(s, i, o_ring)
+        hand_output(cfg, s, i, p_ring, o_ring, tx)
         issue_qs(s, (i + 1) % cfg.stages)
-        correct_values(cfg, s, (i + 1) % cfg.stages, tx)
-    issue_state(cfg, s, T.truncmod(num_chunks - 1, cfg.stages))
+        correct_values(s, (i + 1) % cfg.stages, tx)
+    issue_state(s, T.truncmod(num_chunks - 1, cfg.stages))
     p_ring.wait(num_chunks - 1)
     o_ring.acquire(num_chunks - 1)
     issue_output(s)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.S0, num_regs=32)
     T.warpgroup_fence_operand(s.S1, num_regs=32)
-    take_output(s, num_chunks - 1, p_ring)
-    hand_output(s, num_chunks - 1, o_ring)
+    hand_output(cfg, s, num_chunks - 1, p_ring, o_ring, tx)
 
 
 @T.macro
@@ -479,15 +472,11 @@ def prim_func(cfg: FwdConfig):
                 Sb1=T.alloc_fragment((bv, HALF), dt),
                 U=T.alloc_fragment((bv, CHUNK), f32),
                 Vt=T.alloc_fragment((CHUNK, bv), dt),
-                b=T.alloc_fragment((CHUNK,), f32),
-                bg=T.alloc_fragment((CHUNK,), f32),
-                gr=T.alloc_fragment((CHUNK,), f32),
                 W=T.alloc_fragment((bv, CHUNK), dt),
                 Vd=T.alloc_fragment((bv, CHUNK), f32),
                 Vdb=T.alloc_fragment((bv, CHUNK), dt),
                 Vdn=T.alloc_fragment((bv, CHUNK), dt),
                 O=T.alloc_fragment((bv, CHUNK), f32),
-                Ot=T.alloc_fragment((CHUNK, bv), dt),
                 last=T.alloc_local((1,), f32),
                 P=T.alloc_fragment((CHUNK, CHUNK), f32),
                 Pb=T.alloc_fragment((CHUNK, CHUNK), dt),
@@ -496,7 +485,7 @@ def prim_func(cfg: FwdConfig):
                 bf=T.alloc_fragment((CHUNK,), f32),
             )
             T.annotate_layout({
-                s.Vt: state_fragment(CHUNK, bv), s.Ot: state_fragment(CHUNK, bv),
+                s.Vt: state_fragment(CHUNK, bv), s.o: make_full_bank_swizzled_layout(s.o),
                 s.v: make_full_bank_swizzled_layout(s.v), s.a: make_full_bank_swizzled_layout(s.a),
             })  # fmt: skip
             tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + WARPGROUP, name="tiles")
@@ -546,7 +535,7 @@ def prim_func(cfg: FwdConfig):
     return fwd_fused_kernel
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def build(cfg: FwdConfig):
     """Compiled kernel of one config (TileLang's disk cache is used)."""
     with lowering():

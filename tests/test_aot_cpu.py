@@ -1,0 +1,118 @@
+"""Ahead-of-time builds: reading what the compiler says, and the report. Nothing is compiled here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qla import aot
+
+PTXAS = """\
+kernel.cu(12): warning #177-D: variable "x" was declared but never referenced
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to X in function 'k'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'fwd_fused_kernel_kernel' for 'sm_90a'
+ptxas info    : Function properties for fwd_fused_kernel_kernel
+    24 bytes stack frame, 32 bytes spill stores, 40 bytes spill loads
+ptxas info    : Used 168 registers, used 2 barriers, 24 bytes cumulative stack size, 112 bytes smem
+ptxas info    : Function properties for helper
+    0 bytes stack frame, 0 bytes spill stores, 8 bytes spill loads
+ptxas info    : Compile time = 900.0 ms
+"""
+
+SASS = """\
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   S2R R9, SR_TID.X ;
+        /*0df0*/                   USETMAXREG.DEALLOC.CTAPOOL 0x28 ;
+        /*0e00*/                   LDL.64 R10, [R1+0x8] ;
+        /*3b40*/                   USETMAXREG.DEALLOC.CTAPOOL 0x80 ;
+        /*3b50*/                   FFMA R100, R2, R3, R4 ;
+        /*5060*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xd0 ;
+        /*5070*/              @!P0 USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xd0 ;
+        /*5080*/              @!P1 STL [R1], R205 ;
+        /*5090*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+"""
+BUDGETS = {"STATE": 208, "SCORE": 128, "IO": 40}
+
+
+def report(resources: aot.Resources, roles: tuple[aot.RoleCode, ...] = ()) -> aot.Report:
+    return aot.Report("fwd_fused_v64_bfloat16", 384, 168_000, 12.34, resources, roles)
+
+
+def test_reads_the_compilers_output():
+    resources = aot.parse_ptxas(PTXAS)
+    assert (resources.registers, resources.stack, resources.static_smem) == (168, 24, 112)
+    assert (resources.spill_stores, resources.spill_loads, resources.spills) == (32, 48, 80)
+    assert len(resources.warnings) == 1 and "C7510" in resources.warnings[0]
+    with pytest.raises(ValueError, match="Used N registers"):
+        aot.parse_ptxas("nvcc fatal: something else")
+
+
+def test_cuts_machine_code_into_roles():
+    entry, io, score, state = aot.split_roles(SASS, BUDGETS)
+    assert [role.name for role in (entry, io, score, state)] == ["entry", "IO", "SCORE", "STATE"]
+    assert (io.local_loads, io.local_stores, io.computes) == (1, 0, False)
+    assert (score.local, score.highest_register, score.computes) == (0, 100, True)
+    assert (state.local_stores, state.highest_register, state.instructions) == (1, 205, 4)
+    assert aot.split_roles("/*0000*/ EXIT ;", BUDGETS) == ()
+
+
+def test_spills_of_a_role_that_computes_are_a_problem():
+    spilling = aot.parse_ptxas(PTXAS)
+    clean = aot.Resources(168, 0, 0, 0, 112)
+    entry, io, score, state = aot.split_roles(SASS, BUDGETS)
+    assert report(clean, (entry, io, score, state)).problem is None
+    assert report(spilling, (entry, io, score)).problem is None
+    assert report(spilling, (entry, io, score, state)).problem == "spills in STATE"
+    assert "not known" in str(report(spilling).problem)
+    assert report(clean).problem is None
+
+
+def test_report_names_everything():
+    text = aot.format_report([report(aot.parse_ptxas(PTXAS), aot.split_roles(SASS, BUDGETS))])
+    header, line, *rest = text.splitlines()
+    assert header.split() == ["variant", "threads", "regs", "spill", "B", "stack", "B", "smem", "B", "seconds"]
+    assert line.split() == ["fwd_fused_v64_bfloat16", "384", "168", "80", "24", "168112", "12.3"]
+    assert any("STATE" in row and "208" in row for row in rest)
+    assert any("C7510" in row for row in rest)
+    assert rest[-1].strip() == "NOT ACCEPTABLE: spills in STATE"
+
+
+def test_arguments(capsys):
+    args = aot.make_parser().parse_args(["--out", "somewhere", "--only", "kkt", "--jobs", "2"])
+    assert (args.out, args.only, args.jobs, args.keep) == (Path("somewhere"), "kkt", 2, None)
+    with pytest.raises(SystemExit):
+        aot.make_parser().parse_args([])
+    assert "--out" in capsys.readouterr().err
+
+
+def test_exit_status_and_cache_folder(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", "elsewhere")
+    clean, spilling = aot.Resources(168, 0, 0, 0, 112), aot.parse_ptxas(PTXAS)
+    for reports, status in (([report(clean)], 0), ([report(clean), report(spilling)], 1), ([], 1)):
+        monkeypatch.setattr(aot, "compile_all", lambda *_, found=reports: iter(found))
+        assert aot.main(["--out", str(tmp_path / "aot")]) == status
+        assert aot.os.environ["TILELANG_CACHE_DIR"] == str((tmp_path / "aot").resolve())
+    assert "2 variants" in capsys.readouterr().out
+
+
+def test_compiles_as_tilelang_does(monkeypatch, tmp_path):
+    pytest.importorskip("tilelang")
+    configs = {"tl.enable_fast_math": True, "tl.ptxas_register_usage_level": 5, "tl.device_compile_flags": ["-DA=1 -DB"]}
+    command = aot.compile_command("nvcc", configs, tmp_path / "a.cu", tmp_path / "a.cubin")
+    assert {"--use_fast_math", "--ptxas-options=--register-usage-level=5", "-DA=1", "-DB", "-O3", *aot.ARCH} <= set(command)
+    folders = [Path(flag[2:]) for flag in command if flag.startswith("-I")]
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
+    assert "--use_fast_math" not in aot.compile_command("nvcc", {}, tmp_path / "a.cu", tmp_path / "a.cubin")
+
+
+def test_every_variant_is_listed_once():
+    pytest.importorskip("tilelang")
+    names = [cfg.name for _, cfg in aot.variants()]
+    assert len(names) == len(set(names)) < 12
+    assert {name.partition("_v")[0] for name in names if name.startswith("fwd")} == {"fwd_fused"}
+    assert [cfg.name for _, cfg in aot.variants(names[0])] == [names[0]]
+    for _, cfg in aot.variants("fwd_fused"):
+        budgets = aot.role_budgets(cfg)
+        assert len(budgets) >= 2 and all(registers % 8 == 0 for registers in budgets.values())

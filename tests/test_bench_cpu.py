@@ -1,0 +1,335 @@
+"""The benchmark harness without a GPU: shapes, inputs, the check before timing, records, the table, the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import facts, kernels, run, timing
+from bench.cases import errors, expected_slice, make_case, make_gates
+from bench.providers import PROVIDERS, Call, Provider
+from bench.shapes import SETS, Shape, parse_lengths, parse_shape
+
+FACTS = {"gpu": "a GPU", "torch": "2", "tilelang": "0.1.15", "commit": "abc", "date": "2026-01-01T00:00:00Z"}
+REQUIRED = ["direction", "hk", "hv", "lengths", "gates", "provider", "ms", "ms_min", "ms_max"]
+REQUIRED += ["gpu", "torch", "tilelang", "provider_version", "commit", "date"]
+SMALL = Shape(1, 2, "70+64")
+
+
+# Shapes and inputs
+
+
+@pytest.mark.parametrize("text, lengths", [("8192", (8192,)), ("24576+8192", (24576, 8192)), ("8192x4", (8192,) * 4), ("5+3x2", (5, 3, 3))])
+def test_lengths(text, lengths):
+    assert parse_lengths(text) == lengths
+
+
+@pytest.mark.parametrize("text", ["", "x4", "8x", "8x4x2", "-1", "0", "8++8", "8 x4", "a"])
+def test_bad_lengths(text):
+    with pytest.raises(ValueError, match="lengths"):
+        parse_lengths(text)
+
+
+def test_shapes():
+    shape = parse_shape("16/64:8192x4")
+    assert (shape.hk, shape.hv, shape.lengths, shape.tokens, shape.heads) == (16, 64, "8192x4", 32768, "16/64")
+    for bad in ("16/64", "16:64", "3/64:8", "0/64:8", "16/64:"):
+        with pytest.raises(ValueError):
+            parse_shape(bad)
+
+
+def test_sets():
+    assert len(SETS["sweep"]) == 9 * 19 == len(set(SETS["sweep"]))
+    assert len(SETS["targets"]) == 28 and set(SETS["targets"]) <= set(SETS["sweep"])
+    assert Shape(16, 64, "8192x4") in SETS["quick"] and len(SETS["quick"]) <= 6
+
+
+def test_gates():
+    noise = torch.randn(1, 50, 8)
+    assert torch.equal(make_gates("fast", noise), torch.nn.functional.logsigmoid(noise))
+    slow = make_gates("slow", noise)
+    assert slow.max() <= 0 and slow.min() >= -1e-6
+    mixed = make_gates("mixed", noise)
+    never = (mixed >= -1e-6).all(1)[0]
+    assert never.sum() == 2
+    with pytest.raises(ValueError, match="gates"):
+        make_gates("other", noise)
+
+
+def test_case_is_as_described():
+    case = make_case(SMALL, "fast", "cpu")
+    assert case.q.shape == case.k.shape == (1, 134, 1, 128) and case.v.shape == (1, 134, 2, 128)
+    assert case.q.dtype == torch.bfloat16 and case.g.dtype == case.beta.dtype == torch.float32
+    assert (case.q.float().norm(dim=-1) - 1).abs().max() < 1e-2
+    assert case.cu_seqlens.tolist() == [0, 70, 134]
+    one = make_case(Shape(1, 1, "9"), "fast", "cpu")
+    assert one.cu_seqlens is None and one.packed_cu_seqlens.tolist() == [0, 9]
+
+
+# The check before timing
+
+
+def test_check_compares_with_float64():
+    import qla
+
+    case = make_case(Shape(2, 6, "70+64"), "mixed", "cpu")
+    expected = expected_slice(case)
+    assert expected.heads == (0, 5)
+    o, state = qla.reference.chunked_gated_delta_rule(
+        case.q, case.k, case.v, case.g, case.beta, output_final_state=True, cu_seqlens=case.cu_seqlens
+    )
+    assert max(errors(expected, o, state)) < 4e-3
+    wrong = state.clone()
+    wrong[:, 5] *= 1.1
+    assert errors(expected, o, wrong)[1] > 0.05, "one head's fault is not lost in a larger one"
+    o[0, 3, 2, 1] = math.nan  # also in a head that is not compared
+    assert errors(expected, o, state) == (math.inf, math.inf)
+
+
+# Running with stand-ins for GPU and timer
+
+
+def fake_provider(name: str, factor: float = 1.0, raises: Exception | None = None) -> Provider:
+    """Computes the reference, times ``factor``."""
+
+    def prepare(case):
+        from qla.reference import chunked_gated_delta_rule
+
+        def outputs():
+            if raises:
+                raise raises
+            o, state = chunked_gated_delta_rule(
+                case.q, case.k, case.v, case.g, case.beta, output_final_state=True, cu_seqlens=case.cu_seqlens
+            )
+            return factor * o, state
+
+        return Call(outputs, lambda result: result)
+
+    return Provider(name, ("no-such-distribution",), "qla", prepare)
+
+
+def fake_timer(milliseconds):
+    def timer(runnables, reps):
+        return {name: timing.summarise([milliseconds[name]] * reps, "graph", 1980) for name in runnables}
+
+    return timer
+
+
+def make_bench(tmp_path, providers, milliseconds, **options) -> run.Bench:
+    options = {"deadline": math.inf, "reps": 3, "device": "cpu", "ready_up": lambda f: timing.Runnable(f, "graph")} | options
+    return run.Bench(providers=providers, path=tmp_path / "r" / "fwd_x.jsonl", facts=FACTS, timer=fake_timer(milliseconds), **options)
+
+
+def test_a_row_is_recorded_line_by_line(tmp_path, capsys):
+    providers = [fake_provider("qla"), fake_provider("fla"), fake_provider("flash_qla", raises=RuntimeError("cannot\nat all"))]
+    bench = make_bench(tmp_path, providers, {"qla": 0.5, "fla": 1.0})
+    bench.run_row(SMALL, "fast")
+    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
+    assert [line["provider"] for line in lines] == ["qla", "fla"]
+    for line in lines:
+        assert set(REQUIRED) <= set(line)
+        assert (line["direction"], line["hk"], line["hv"], line["lengths"], line["gates"]) == ("fwd", 1, 2, "70+64", "fast")
+        assert line["err_o"] < 4e-3 and line["mode"] == "graph" and line["commit"] == "abc"
+    assert lines[0]["ms"] == lines[0]["ms_min"] == lines[0]["ms_max"] == 0.5
+    said = capsys.readouterr().out
+    assert "note 1/2 70+64 fast: flash_qla: RuntimeError: cannot" in said and "best peer / qla 2.00" in said
+    assert not bench.failed
+
+
+def test_a_row_that_qla_gets_wrong_is_refused(tmp_path, capsys):
+    bench = make_bench(tmp_path, [fake_provider("fla"), fake_provider("qla", factor=1.02)], {"qla": 0.5, "fla": 1.0})
+    bench.run_row(SMALL, "fast")
+    assert not bench.path.exists() and not bench.rows
+    assert bench.failed == ["1/2 70+64 fast"]
+    assert "REFUSED" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_wrong_is_left_out(tmp_path):
+    bench = make_bench(tmp_path, [fake_provider("qla"), fake_provider("fla", factor=1.1)], {"qla": 0.5, "fla": 1.0})
+    bench.run_row(SMALL, "slow")
+    assert bench.rows[0].ms == {"qla": 0.5}
+    assert "wrong: error of o" in bench.rows[0].notes[0]
+
+
+def test_the_budget_ends_the_run_between_measurements(tmp_path, monkeypatch):
+    bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5})
+    bench.run_row(SMALL, "fast")
+    bench.deadline = -math.inf
+    with pytest.raises(run.OutOfBudget):
+        bench.run_row(SMALL, "slow")
+    assert len(bench.path.read_text().splitlines()) == 1
+
+
+def test_known_times_fill_in(tmp_path):
+    path = tmp_path / "old.jsonl"
+    summary = timing.Timing(2.0, 1.9, 2.1, "graph")
+    facts.append_line(path, run.make_record(SMALL, "fast", "flashinfer", "1", timing.Timing(9.0, 9.0, 9.0, "graph"), FACTS))
+    facts.append_line(path, run.make_record(SMALL, "fast", "flashinfer", "1", summary, FACTS))
+    facts.append_line(path, run.make_record(SMALL, "slow", "fla", "1", summary, FACTS))
+    bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5}, known=run.known_times([path]))
+    bench.run_row(SMALL, "fast")
+    assert bench.rows[0].ms == {"qla": 0.5, "flashinfer": 2.0}
+    assert bench.rows[0].ratio == 4.0
+
+
+def test_table():
+    rows = [
+        run.Row(Shape(16, 64, "8192x4"), "fast", {"qla": 0.5, "fla": 3.0, "flash_qla": 1.0, "flash_qla_nocp": 0.1, "qla:fwd_fused": 0.3}),
+        run.Row(Shape(2, 8, "2048"), "slow", {"qla": 0.5, "fla": 0.25}),
+        run.Row(Shape(2, 8, "4096"), "slow", {"qla": 0.5}),
+    ]
+    assert rows[0].best_peer == ("flash_qla", 1.0), "neither our own kernels nor a peer held back is the best peer"
+    text = run.format_table(rows, ["qla", "fla", "flash_qla"])
+    header, first, second, third, summary = text.splitlines()
+    assert header.split() == ["heads", "lengths", "gates", "qla", "fla", "flash_qla", "best", "peer", "ratio"]
+    assert first.split() == ["16/64", "8192x4", "fast", "0.5000", "3.0000", "1.0000", "flash_qla", "2.00"]
+    assert second.split() == ["2/8", "2048", "slow", "0.5000", "0.2500", "-", "fla", "0.50"]
+    assert third.split()[-1] == "-"
+    assert len({len(line) for line in (header, first, second, third)}) == 1
+    assert summary == "best peer / qla: geometric mean 1.00, worst 0.50, rows 2"
+    assert run.format_table([], ["qla"])
+
+
+def test_arguments():
+    args = run.make_parser().parse_args(["--set", "targets", "--providers", "qla,fla", "--gates", "fast,slow", "--heads", "16/64"])
+    assert args.providers == ["qla", "fla"] and args.gates == ["fast", "slow"]
+    shapes = run.chosen_shapes(args)
+    assert len(shapes) == 7 and all(shape.heads == "16/64" for shape in shapes)
+    args = run.make_parser().parse_args(["--shape", "2/8:2048", "--shape", "1/1:64"])
+    assert run.chosen_shapes(args) == [Shape(2, 8, "2048"), Shape(1, 1, "64")]
+    assert run.chosen_shapes(run.make_parser().parse_args([])) == list(SETS["quick"])
+    for bad in (["--providers", "nobody"], ["--gates", ""], ["--shape", "8192"], ["--set", "all"], ["--direction", "bwd"]):
+        with pytest.raises(SystemExit):
+            run.make_parser().parse_args(bad)
+
+
+def test_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main(["--set", "quick"]) == 2
+    assert "CUDA" in capsys.readouterr().out
+
+
+def test_missing_providers_are_noted(monkeypatch, capsys):
+    monkeypatch.setitem(PROVIDERS, "fla", dataclasses.replace(PROVIDERS["fla"], module="no_such_module"))
+    assert [provider.name for provider in run.usable_providers(["qla", "fla"])] == ["qla"]
+    assert "skipped fla: ModuleNotFoundError" in capsys.readouterr().out
+    assert PROVIDERS["qla"].version
+
+
+# How the peers are called: entry points that record their arguments stand in for the packages
+
+
+def fake_module(monkeypatch, name: str, calls: list, result) -> None:
+    def chunk_gated_delta_rule(*args, **kwargs):
+        calls.append((args, kwargs))
+        return result(args)
+
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
+
+
+@pytest.mark.parametrize("provider", ["fla", "flash_qla", "flash_qla_nocp", "flashinfer"])
+@pytest.mark.parametrize("lengths", ["70+64", "64"])
+def test_calls_of_peers(provider, lengths, monkeypatch):
+    case = make_case(Shape(1, 2, lengths), "fast", "cpu")
+    state_shape = (len(case.shape.sequence_lengths), 2, 128, 128)
+    calls: list = []
+    state = torch.randn(state_shape)
+    fake_module(monkeypatch, PROVIDERS[provider].module, calls, lambda args: (torch.zeros_like(args[2]), state))
+    call = PROVIDERS[provider].prepare(case)
+    o, final = call.outputs(call.run())
+    ((args, kwargs),) = calls
+    assert o.shape == case.v.shape and final.shape == state_shape
+    assert kwargs["output_final_state"] is True and kwargs["scale"] == 128**-0.5
+    if provider == "flashinfer":
+        assert torch.equal(args[3], case.g[0].exp()), "its gates are factors"
+        assert kwargs["cu_seqlens"].tolist() == [0, *torch.tensor(case.shape.sequence_lengths).cumsum(0).tolist()]
+        assert torch.equal(final, state.transpose(-1, -2)), "its states are V first"
+    else:
+        assert args[3] is case.g and kwargs["cu_seqlens"] is case.cu_seqlens
+        assert torch.equal(final, state)
+    if provider.startswith("flash_qla"):
+        assert kwargs["auto_cp"] is (provider == "flash_qla")
+
+
+# Kernels, timing, records
+
+
+def test_serial_chunks():
+    assert kernels.serial_chunks([8192] * 4, 64, 132) == 2 * 128  # 256 blocks on 132 SMs
+    assert kernels.serial_chunks([32768], 128, 132) == 512
+    assert kernels.serial_chunks([65], 1, 132) == 2
+    assert kernels.serial_chunks([640, 64, 64], 1, 2) == 10
+
+
+@pytest.mark.parametrize("lengths", ["70+64", "64"])
+def test_kernels_are_timed_apart(lengths, tmp_path, monkeypatch, capsys):
+    launches = []
+
+    def kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms):
+        launches.append(("kkt_solve", num_seqs, seq_len, None if cu_seqlens is None else cu_seqlens.dtype))
+        return g, torch.zeros(*g.shape, 64)
+
+    def fwd_fused(q, k, v, g_cum, beta, A, o, h0, ht, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms):
+        assert q.shape == k.shape == (len(v), 1, 128) and A.shape == (len(v), 2, 64) and g_cum.shape == beta.shape == (len(v), 2)
+        assert o.shape == v.shape and h0 is None and ht.shape == (num_seqs, 2, 128, 128)
+        launches.append(("fwd_fused", num_seqs, seq_len, None if cu_seqlens is None else cu_seqlens.dtype))
+
+    fused = SimpleNamespace(fwd_fused=fwd_fused, choose_block_v=lambda items, sms: 64)
+    monkeypatch.setitem(sys.modules, "qla.kernels.fwd_fused", fused)
+    monkeypatch.setitem(sys.modules, "qla.kernels.kkt_solve", SimpleNamespace(kkt_solve=kkt_solve))
+    monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
+    milliseconds = {"qla": 0.5, "kkt_solve": 0.1, "fwd_fused": 0.2}
+
+    def ready_up(function):
+        function()
+        return timing.Runnable(function, "graph")
+
+    bench = make_bench(tmp_path, [fake_provider("qla")], milliseconds, kernels=True, ready_up=ready_up)
+    bench.run_row(Shape(1, 2, lengths), "fast")
+    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
+    assert [line["provider"] for line in lines] == ["qla", "qla:kkt_solve", "qla:fwd_fused"]
+    packed = lengths != "64"
+    assert set(launches) == {
+        (name, 2 if packed else 1, 0 if packed else 64, torch.int32 if packed else None) for name in milliseconds if name != "qla"
+    }
+    assert lines[2]["block_v"] == 64 and lines[2]["us_per_chunk"] == pytest.approx(200 / (2 if packed else 1))
+    assert "prototype 1.3" in capsys.readouterr().out
+
+
+def test_summary():
+    summary = timing.summarise([3.0, 1.0, 2.0, 10.0], "eager")
+    assert (summary.ms, summary.ms_min, summary.ms_max, summary.mode) == (2.5, 1.0, 10.0, "eager")
+
+
+def test_facts(monkeypatch, tmp_path):
+    monkeypatch.setenv("QLA_COMMIT", "from the environment")
+    assert facts.commit() == "from the environment"
+    monkeypatch.delenv("QLA_COMMIT")
+    monkeypatch.setattr(facts, "ROOT", tmp_path)
+    assert facts.commit() == "unknown"
+    assert set(facts.environment()) == {"gpu", "torch", "tilelang", "commit", "date"}
+    path = tmp_path / "a" / "b.jsonl"
+    facts.append_line(path, {"x": 1})
+    facts.append_line(path, {"x": 2})
+    assert list(facts.read_lines([path])) == [{"x": 1}, {"x": 2}]
+    path.write_text("{broken\n")
+    with pytest.raises(ValueError, match="b.jsonl:1"):
+        list(facts.read_lines([path]))
+
+
+def test_record_of_a_test_run():
+    record_gpu = pytest.importorskip("record_gpu")
+    stats = {"passed": [1] * 5, "failed": [1], "error": [1, 1], "skipped": [1] * 3, "warnings": [1]}
+    line = record_gpu.make_line(stats, 12.34, FACTS)
+    assert line == {
+        **{"commit": "abc", "gpu": "a GPU", "torch": "2", "tilelang": "0.1.15"},
+        **{"passed": 5, "failed": 3, "skipped": 3, "seconds": 12.3, "date": "2026-01-01T00:00:00Z"},
+    }
