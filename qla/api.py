@@ -45,7 +45,8 @@ def chunk_gated_delta_rule(
     On a Hopper GPU, bfloat16 or float16 inputs with head sizes up to 128 run through qla's kernels. Everything else runs through
     PyTorch in float32 (float64 for float64 inputs), with one warning for each reason; ``unsupported_reason`` tells in advance.
 
-    q, k: [B, T, H, K], bf16, fp16, fp32 or fp64, any strides.
+    q, k: [B, T, H, K], bf16, fp16, fp32 or fp64, any strides. bf16 has the range of fp32; with fp16 the state, and what a chunk
+        adds to it, is rounded to fp16 for every product: entries above 65504 become inf, and below 6e-8 zero.
     v: [B, T, HV, V], dtype of q. HV is a multiple of H: value head j reads key head j // (HV / H).
     g: [B, T, HV], natural logarithm of the decay (<= 0; -inf forgets the state), any floating dtype, computed in fp32.
     beta: [B, T, HV], any floating dtype, computed in fp32.

@@ -75,8 +75,10 @@ def test_nothing_survives_a_hard_reset(place, rng):
     y = Inputs(*mixed, other.h0)
     x, y = (z.with_(g=z.g.index_fill(1, torch.tensor([place], device=z.g.device), float("-inf"))) for z in (x, y))
     (o, state), (o_other, state_other) = x.run(), y.run()
-    assert torch.equal(o[:, place:], o_other[:, place:])
-    assert torch.equal(state, state_other)
+    # Not the same bits: gates are summed within the chunk, so what came before the reset rounds what comes after it. A state that
+    # survived would differ by all of itself.
+    assert relative(o[:, place:], o_other[:, place:].double()) < 1e-3
+    assert relative(state, state_other.double()) < 1e-3
 
 
 def test_reset_of_single_heads(rng):
@@ -230,6 +232,8 @@ def test_padding_tokens(inside, dtype, rng):
     q, k, v = (torch.where(padding.view(1, -1, 1, 1), 0, t) for t in (x.q, x.k, x.v))
     if inside:
         q, k = 3 * q, 0.2 * k
+    if dtype == torch.float16:  # 50 tokens of strong decay leave a state below what fp16 can hold
+        x = x.with_(g=x.g * 0.05)
     got = x.with_(q=q, k=k, v=v).run(use_qk_l2norm_in_kernel=inside)
     wide = [t.double() for t in (q, k, v)]
     if inside:

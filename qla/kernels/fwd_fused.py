@@ -508,8 +508,9 @@ def prim_func(cfg: FwdConfig):
                 begin = seq * seq_len
                 length = seq_len
             else:
+                # both ends clamped on their own: the difference of raw offsets may overflow
                 begin = T.max(T.min(Cu[seq], N), 0)
-                length = T.max(T.min(Cu[seq + 1], N), begin) - begin
+                length = T.max(T.max(T.min(Cu[seq + 1], N), 0) - begin, 0)
             num_chunks = T.ceildiv(length, CHUNK)
 
             if tx < cfg.state_threads:
