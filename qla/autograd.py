@@ -72,9 +72,7 @@ def launch_forward(
     return g_cum, A, o, final_state
 
 
-def _result_without_tokens(
-    v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _result_without_tokens(v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """No sequence, or no token in any: nothing to launch; the final state is the initial one."""
     tokens, heads, dim = v.shape
     final_state = None

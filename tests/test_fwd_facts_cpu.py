@@ -5,29 +5,15 @@ import re
 import pytest
 
 pytest.importorskip("tilelang")
-from tilelang import tvm  # noqa: E402
-from tilelang.backend.target import determine_target  # noqa: E402
-from tilelang.engine.lower import lower  # noqa: E402
-
 from qla.kernels import fwd_fused as fwd  # noqa: E402
-from qla.kernels import ws  # noqa: E402
+from tests.lowered import generated  # noqa: E402
 
 Role = fwd.Role
 
 
-def generated(cfg):
-    target = determine_target(ws.TARGET, return_object=True)
-    config = {key.value: value for key, value in ws.PASS_CONFIGS.items()}
-    with ws.lowering(), tvm.transform.PassContext(opt_level=3, config=config), target:
-        artifact = lower(fwd.prim_func(cfg), target=target, enable_host_codegen=False, enable_device_compile=False)
-    (fn,) = artifact.device_mod.functions.values()
-    source = artifact.kernel_source
-    return int(fn.attrs["dyn_shared_memory_buf"]), source[source.rindex("__launch_bounds__") :]
-
-
 @pytest.fixture(scope="module", params=fwd.CONFIGS, ids=lambda cfg: cfg.name)
 def kernel(request):
-    return request.param, *generated(request.param)
+    return request.param, *generated(fwd, request.param)
 
 
 def roles(code):

@@ -6,29 +6,17 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tilelang")
-from tilelang import tvm  # noqa: E402
-from tilelang.backend.target import determine_target  # noqa: E402
-from tilelang.engine.lower import lower  # noqa: E402
-
 from qla.kernels import kkt_solve as kkt  # noqa: E402
+from tests.lowered import generated  # noqa: E402
 
 REGISTERS_PER_SM = 65536
 STATIC_SMEM = 1024  # the barrier, as ptxas counts it
 RESERVED_SMEM = 1024  # what CUDA takes of each block
 
 
-def generated(cfg):
-    target = determine_target(kkt.TARGET, return_object=True)
-    with tvm.transform.PassContext(opt_level=3, config={key.value: value for key, value in kkt.PASS_CONFIGS.items()}), target:
-        artifact = lower(kkt.prim_func(cfg), target=target, enable_host_codegen=False, enable_device_compile=False)
-    (fn,) = artifact.device_mod.functions.values()
-    source = artifact.kernel_source
-    return int(fn.attrs["dyn_shared_memory_buf"]), source[source.rindex("__launch_bounds__") :]
-
-
 @pytest.fixture(scope="module", params=kkt.CONFIGS, ids=lambda cfg: cfg.name)
 def kernel(request):
-    return request.param, *generated(request.param)
+    return request.param, *generated(kkt, request.param)
 
 
 def test_launch_shape_and_shared_memory(kernel):

@@ -46,10 +46,9 @@ import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-CHUNK = 64
-HEAD_DIM = 128
+from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel
+
 HEADS = 4  # value heads of a unit: one warp each
-WARP = 32
 LAST_WARP = (HEADS - 1) * WARP
 KK_SLOT_BYTES = 10496
 SMEM_LIMIT_SM = 233472  # of an SM, including 1 KB that each block costs besides its own
@@ -57,7 +56,6 @@ ROWS, ROW0, HEAD, KEY, KEYS, PHASE, INDEX, SEQ = range(8)  # fields of a unit re
 UNIT_FIELDS = 8
 UNITS = 4  # ring: record i + 1 is written while some warps still read record i - 1
 
-TARGET = {"kind": "cuda", "arch": "sm_90a"}
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # every barrier is ours
     tilelang.PassConfigKey.TL_DISABLE_SHARED_MEMORY_REUSE: True,
@@ -284,8 +282,8 @@ def prim_func(cfg: KktConfig):
 
 @functools.cache
 def build(cfg: KktConfig):
-    """The compiled kernel of a config; TileLang keeps it on disk as well."""
-    return tilelang.compile(prim_func(cfg), target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
+    """The compiled kernel of a config."""
+    return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
 @functools.cache

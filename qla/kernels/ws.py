@@ -5,7 +5,7 @@ nothing: the arrive inside it is dropped without an error and the kernel hangs.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tilelang
@@ -17,7 +17,6 @@ WARP = 32
 WARPGROUP = 128  # threads
 CHUNK = 64  # tokens a chunk
 HEAD_DIM = 128  # K = V = 128: narrower heads are padded by the caller
-TILE_BYTES = 8192  # a [64, 64] tile of 16-bit values, rows of 128 bytes swizzled in 16-byte pieces
 SMEM_LIMIT_SM90 = 232448  # bytes a block may opt in to
 REGS_PER_SM = 65536
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
@@ -69,8 +68,8 @@ def state_fragment(rows: int, cols: int) -> T.Fragment:
 
 
 @contextlib.contextmanager
-def _accumulator_fence_of_one_warpgroup() -> Iterator[None]:
-    """Size the accumulator fence of a wgmma by what one thread owns.
+def lowering() -> Iterator[None]:
+    """Context in which kernels are traced and lowered: sizes the accumulator fence of a wgmma by what one thread owns.
 
     TileLang 0.1.15 counts the rows of all warpgroups that share the product, so with M = 128 over two warpgroups the
     fence names twice the registers of the local array: out of bounds, and ptxas then spills phantom registers.
@@ -85,22 +84,7 @@ def _accumulator_fence_of_one_warpgroup() -> Iterator[None]:
         TensorCoreIntrinEmitter.wgmma_accum_regs = original
 
 
-def lowering() -> contextlib.AbstractContextManager[None]:
-    """Context in which the kernels of this package must be lowered."""
-    return _accumulator_fence_of_one_warpgroup()
-
-
-def compile_kernel(prim_func: Any) -> Callable[..., None]:
-    """Compile for sm_90a. Every barrier is the kernel's own: TileLang inserts none."""
+def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.PassConfigKey, Any]) -> Callable[..., None]:
+    """Compile what `trace` returns, a prim_func, for sm_90a. TileLang keeps the result on disk as well."""
     with lowering():
-        return tilelang.compile(prim_func, target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
-
-
-PASS_CONFIGS = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-    # fragments filled by device helpers look unwritten to the check
-    tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,
-    # bounds are the kernels' own too: the checks TileLang would add cost registers in the roles that have none left
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
-}
+        return tilelang.compile(trace(), target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(pass_configs))
