@@ -2,6 +2,7 @@
 
     python bench/run.py --set targets --providers qla,fla,flash_qla,flashinfer --gates fast
     python bench/run.py --shape 16/64:8192x4 --providers qla,flash_qla_nocp --kernels
+    python bench/run.py --show bench/results/fwd_targets.jsonl        the table of what was recorded; needs no GPU
 
 Every provider's o and final state are checked against float64 on two heads before anything of the row is timed. A row on
 which qla fails is not reported and the exit status is 1; a peer that fails or raises is noted and left out. Lines go to
@@ -115,6 +116,14 @@ def format_table(rows: Sequence[Row], providers: Sequence[str]) -> str:
 def known_times(paths: Iterable[Path]) -> dict[tuple[int, int, str, str, str], float]:
     """Recorded times by (hk, hv, lengths, gates, provider); later lines win."""
     return {(r["hk"], r["hv"], r["lengths"], r["gates"], r["provider"]): r["ms"] for r in read_lines(paths) if r.get("direction") == "fwd"}
+
+
+def recorded_rows(paths: Iterable[Path]) -> list[Row]:
+    """Rows of what was recorded, in the order in which they first appear."""
+    rows: dict[tuple[int, int, str, str], Row] = {}
+    for (hk, hv, lengths, gates, provider), ms in known_times(paths).items():
+        rows.setdefault((hk, hv, lengths, gates), Row(Shape(hk, hv, lengths), gates)).ms[provider] = ms
+    return list(rows.values())
 
 
 def check_and_prepare(provider: Provider, case: Case, expected: Any, ready_up: Callable[[Callable[[], object]], Runnable]) -> Ready:
@@ -260,7 +269,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default=None, help="results go to RESULTS/NAME.jsonl (default: fwd_SET)")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS.name} beside this file)")
     parser.add_argument("--known", type=Path, nargs="*", default=[], help="results files whose times fill in providers not run now")
+    parser.add_argument("--show", type=Path, nargs="+", default=None, help="measure nothing: print the table of these results files")
     return parser
+
+
+def all_names(rows: Iterable[Row], first: Sequence[str]) -> list[str]:
+    """Columns of the table: `first`, then whatever else the rows have."""
+    return [*first, *sorted({name for row in rows for name in row.ms} - set(first))]
 
 
 def chosen_shapes(args: argparse.Namespace) -> list[Shape]:
@@ -273,6 +288,10 @@ def chosen_shapes(args: argparse.Namespace) -> list[Shape]:
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     args = make_parser().parse_args(argv)
+    if args.show:
+        rows = recorded_rows(args.show)
+        print(format_table(rows, all_names(rows, [OWN])))
+        return 0
     use_own_path_of_fla()
     if not torch.cuda.is_available():
         print("needs a CUDA device")
@@ -294,9 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bench.run_row(shape, gates)
     except OutOfBudget:
         print(f"stopped after {args.budget:.0f} s: {len(bench.rows)} of {len(plan)} rows")
-    names = [provider.name for provider in bench.providers]
-    names += sorted({name for row in bench.rows for name in row.ms} - set(names))
-    print(format_table(bench.rows, names))
+    print(format_table(bench.rows, all_names(bench.rows, [provider.name for provider in bench.providers])))
     print(f"{len(bench.rows)} rows on {bench.facts['gpu']}, commit {bench.facts['commit']}, lines in {bench.path}")
     if bench.failed:
         print(f"{OWN} failed its check on: {', '.join(bench.failed)}")

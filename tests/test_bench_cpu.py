@@ -333,3 +333,14 @@ def test_record_of_a_test_run():
         **{"commit": "abc", "gpu": "a GPU", "torch": "2", "tilelang": "0.1.15"},
         **{"passed": 5, "failed": 3, "skipped": 3, "seconds": 12.3, "date": "2026-01-01T00:00:00Z"},
     }
+
+
+def test_show_prints_what_was_recorded(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    lines = [("qla", 0.5), ("fla", 1.0), ("qla", 0.25)]  # the later line of a row and provider counts
+    for name, ms in lines:
+        record = run.make_record(SMALL, "fast", name, "1", timing.Timing(ms, ms, ms, "graph"), FACTS)
+        facts.append_line(path, record)
+    assert run.main(["--show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "0.2500" in text and "4.00" in text and "0.5000" not in text
