@@ -39,14 +39,13 @@ read as 0, and they are not written. Rows that no sequence owns come as units of
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import tilelang
 import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel
+from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source
 
 HEADS = 4  # value heads of a unit: one warp each
 LAST_WARP = (HEADS - 1) * WARP
@@ -110,12 +109,6 @@ class KktConfig:
 
 CONFIGS = tuple(KktConfig(dtype, slots) for dtype in ("bfloat16", "float16") for slots in (2, 4))
 REGS = {2: 168, 4: 255}  # kk_slots -> registers a thread may have at blocks_per_sm
-
-
-@functools.cache
-def device_source() -> str:
-    """CUDA text of what TileLang has no words for: substitution, mma.sync on register operands, searches, masked stores."""
-    return Path(__file__).with_name("kkt_solve.cuh").read_text()
 
 
 def device(function: str, *args):
@@ -227,7 +220,7 @@ def prim_func(cfg: KktConfig):
         num_blocks: T.int32,
     ):
         with T.Kernel(num_blocks, threads=cfg.threads) as bid:
-            T.import_source(device_source())
+            T.import_source(device_source(__file__))
             T.annotate_min_blocks_per_sm(cfg.blocks_per_sm)
             gates_s = T.alloc_shared((2, HEADS * 2 * CHUNK), "float32")
             keys_s = T.alloc_shared((cfg.tiles, CHUNK, HEAD_DIM), cfg.dtype)

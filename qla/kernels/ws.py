@@ -5,7 +5,9 @@ nothing: the arrive inside it is dropped without an error and the kernel hangs.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import tilelang
@@ -33,9 +35,6 @@ class Ring:
         self.depth = depth
         self.full = T.alloc_barrier([producers] * depth)
         self.empty = T.alloc_barrier([consumers] * depth)
-
-    def slot(self, i):
-        return i % self.depth
 
     @T.inline
     def acquire(self, i):  # producer: wait until slot i may be overwritten
@@ -88,3 +87,9 @@ def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.Pass
     """Compile what `trace` returns, a prim_func, for sm_90a. TileLang keeps the result on disk as well."""
     with lowering():
         return tilelang.compile(trace(), target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(pass_configs))
+
+
+@functools.cache
+def device_source(kernel_file: str) -> str:
+    """CUDA C++ beside a kernel file, NAME.cuh for NAME.py: what TileLang has no words for."""
+    return Path(kernel_file).with_suffix(".cuh").read_text()
