@@ -15,13 +15,11 @@ class DeviceSpec:
     index: CUDA device index.
     capability: compute capability, (9, 0) on Hopper.
     sm_count: number of streaming multiprocessors.
-    smem_limit: shared memory one block may ask for, in bytes.
     """
 
     index: int
     capability: tuple[int, int]
     sm_count: int
-    smem_limit: int
 
 
 def device_spec(device: torch.device | int | str) -> DeviceSpec:
@@ -45,6 +43,4 @@ def _spec_of_index(index: int) -> DeviceSpec:
         index=index,
         capability=(properties.major, properties.minor),
         sm_count=properties.multi_processor_count,
-        # Some builds of torch do not carry the opt-in limit.
-        smem_limit=int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)),
     )

@@ -181,7 +181,7 @@ class TestUnsupportedReason:
 
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
-        self.spec = DeviceSpec(0, (9, 0), 132, 232448)
+        self.spec = DeviceSpec(0, (9, 0), 132)
         monkeypatch.setattr(checks, "device_spec", lambda device: self.spec)
 
     def test_none_when_the_kernels_take_it(self):
@@ -196,7 +196,7 @@ class TestUnsupportedReason:
         assert qla.unsupported_reason(**inputs._asdict(), scale=1.0, output_final_state=True) == CPU_REASON
 
     def test_other_gpu(self):
-        self.spec = DeviceSpec(0, (8, 0), 108, 166912)
+        self.spec = DeviceSpec(0, (8, 0), 108)
         x = self.tensor()
         assert qla.unsupported_reason(x, x, x) == "the kernels need compute capability 9.0 (Hopper), and cuda:0 has 8.0"
 
@@ -222,13 +222,11 @@ def test_device_spec(monkeypatch, empty_spec_cache):
 
     def properties(index):
         reads.append(index)
-        return SimpleNamespace(
-            major=9, minor=0, multi_processor_count=132, shared_memory_per_block=49152, shared_memory_per_block_optin=232448
-        )
+        return SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 6)
-    expected = DeviceSpec(index=7, capability=(9, 0), sm_count=132, smem_limit=232448)
+    expected = DeviceSpec(index=7, capability=(9, 0), sm_count=132)
     assert device_spec("cuda:7") == device_spec(torch.device("cuda", 7)) == device_spec(7) == expected
     assert reads == [7], "read once per device"
     assert device_spec("cuda").index == 6

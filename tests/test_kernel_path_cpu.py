@@ -21,7 +21,7 @@ from qla.device import DeviceSpec
 from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:qla has no backward kernel:RuntimeWarning")
-SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132, smem_limit=232448)
+SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
 
 
 class StandIns:

@@ -158,16 +158,16 @@ def store_state(s, HT, base, v0, v_first, tx):
 
 
 @T.macro
+def load_values(s, t, tx):
+    # early: shared memory answers late while products queue for the tensor cores
+    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
+
+
+@T.macro
 def issue_u_first(s, t):
     # U^T = S^T K^T, first half of K
     T.copy(s.S0, s.Sb0)
     T.wgmma_gemm(s.Sb0, s.k[t, :, 0:HALF], s.U, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-
-
-@T.macro
-def load_values(s, t, tx):
-    # early: shared memory answers late while products queue for the tensor cores
-    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
 
 
 @T.macro
@@ -475,8 +475,8 @@ def build(cfg: FwdConfig):
 def choose_block_v(items: int, num_sms: int) -> int:
     """Columns of V a block owns: 64 doubles the blocks where whole heads leave SMs idle.
 
-    A chunk takes a block about 2.0 us with 128 columns and 1.3 with 64 (measured on an H200), so the split pays
-    while it does not add waves.
+    A chunk takes a block about 2.0 us with 128 columns and 1.3 with 64 (us_per_chunk in bench/results/fwd_targets.jsonl),
+    so the split pays while it does not add waves.
     """
     whole, split = math.ceil(items / num_sms) * 2.0, math.ceil(2 * items / num_sms) * 1.3
     return 64 if split < whole else 128

@@ -99,7 +99,7 @@ __device__ __forceinline__ void next_unit(int* next, const int* unit, int tiles,
 // ------------------------------------------------------------------------------------------------ gates
 
 // Warp 0 reads g, warp 1 beta: lane l takes tokens 2l and 2l + 1 of all four heads, 16 bytes each where `wide` allows (value_heads % 4
-// == 0, aligned bases). Loading four bytes a lane with stride value_heads, each warp its own head, made the whole kernel 20 % slower.
+// == 0, aligned bases). Loading four bytes a lane with stride value_heads, each warp its own head, was slower: more sectors.
 // Rows past the end and missing heads give 0.
 __device__ __forceinline__ void load_gates(const float* g, const float* beta, float* x, const int* unit, int value_heads, int wide) {
   const int tid = threadIdx.x, row = 2 * (tid & 31), rows = unit[kRows];

@@ -4,7 +4,8 @@
     A       = Gamma * (I + StrictLower(diag(beta) K K^T))^-1,   Gamma_ij = 2^(g_cum_i - g_cum_j) for i >= j, else 0
 
 The inverse is made without gates, which are multiplied in last: 16x16 diagonal blocks by fp32 forward substitution, the blocks below them
-as products of bf16 pairs (a high and a low part; relative error about 1e-6 before A is rounded, 3e-5 for nearly equal keys with beta = 2).
+as products of bf16 pairs, a high and a low part: what that leaves out is below the rounding of A,
+for nearly equal keys and beta = 2 too.
 So the inverse without gates has to stay within fp32: always with normalised keys and 0 <= beta <= 2.
 
 Shapes   k [N, H, 128], o [N, HV, 128], A [N, HV, 64] bf16 or fp16; g, beta, g_cum [N, HV] fp32; cu [S + 1] int32.

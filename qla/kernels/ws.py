@@ -56,8 +56,7 @@ class Ring:
 def state_fragment(rows: int, cols: int) -> T.Fragment:
     """Layout of a wgmma accumulator [cols, rows] (64 rows of it a warpgroup) seen as its transpose [rows, cols].
 
-    It lets ldmatrix.trans and stmatrix.trans move a [token, V] tile of shared memory straight into, or out of, the
-    registers of a product that is kept as [V, token].
+    It says where ldmatrix.trans leaves a [token, V] tile of shared memory in the registers of a product kept as [V, token].
     """
     return T.Fragment(
         (rows, cols),
