@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ class Case:
     @property
     def scale(self) -> float:
         return HEAD_DIM**-0.5
+
+    @cached_property
+    def do(self) -> Tensor:
+        """The gradient of o [1, T, hv, 128] that a backward pass starts from: standard normal, bf16, always the same."""
+        generator = torch.Generator(device=self.v.device).manual_seed(1)
+        return torch.randn(self.v.shape, generator=generator, device=self.v.device).bfloat16()
 
     @property
     def packed_cu_seqlens(self) -> Tensor:

@@ -6,31 +6,40 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from bench.cases import Case
 from bench.facts import package_version
+from bench.timing import Start, at_once
 
-Outputs = tuple[Tensor, Tensor]  # o [1, T, HV, 128], final state [S, HV, 128, 128] with K first
+# Forward: o [1, T, HV, 128], final state [S, HV, 128, 128] with K first. Backward: dq, dk, dv, dg, dbeta in the inputs' shapes.
+Outputs = tuple[Tensor, ...]
+Operation = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, g, beta, output_final_state=...) to (o, final state)
 
 
 @dataclass(frozen=True)
 class Call:
-    """`run` is what is timed; `outputs` turns its result into (o, K-first final state)."""
+    """`start` does what comes before and returns what is timed; `outputs` turns the result of that into what is checked."""
 
-    run: Callable[[], object]
+    start: Start
     outputs: Callable[[object], Outputs]
 
 
 @dataclass(frozen=True)
 class Provider:
-    """name, the distributions whose version stands for it, the module that must import, and how to prepare a case."""
+    """name, the distributions whose version stands for it, the module that must import, and how to prepare a case.
+
+    prepare_backward: the same for the backward pass; None where there is none.
+    """
 
     name: str
     distributions: tuple[str, ...]
     module: str
     prepare: Callable[[Case], Call]
+    prepare_backward: Callable[[Case], Call] | None = None
 
     @property
     def version(self) -> str | None:
@@ -46,39 +55,55 @@ class Provider:
         return None
 
 
-def _as_pair(result: object) -> Outputs:
-    o, state = result  # type: ignore[misc]
-    return o, state
+def _as_tuple(result: object) -> Outputs:
+    return tuple(result)  # type: ignore[call-overload, no-any-return]
 
 
-def _prepare_qla(case: Case) -> Call:
+def _forward(operation: Operation, case: Case) -> Call:
+    return Call(at_once(lambda: operation(case.q, case.k, case.v, case.g, case.beta, output_final_state=True)), _as_tuple)
+
+
+def _backward(operation: Operation, case: Case) -> Call:
+    """The backward pass alone, from o's gradient; nothing flows through the final state, which is not asked for."""
+
+    def start() -> Callable[[], object]:
+        # Leaves of this forward pass alone: autograd remembers the stream on which a leaf was first used.
+        leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v, case.g, case.beta)]
+        with torch.enable_grad():
+            o, _ = operation(*leaves, output_final_state=False)
+        return lambda: torch.autograd.grad(o, leaves, case.do, retain_graph=True)
+
+    return Call(start, _as_tuple)
+
+
+def _both(name: str, distributions: tuple[str, ...], module: str, operation: Callable[[Case], Operation]) -> Provider:
+    """A provider that is called alike in both directions: `operation` gives its function, with the options of the case set."""
+    return Provider(
+        name,
+        distributions,
+        module,
+        lambda case: _forward(operation(case), case),
+        lambda case: _backward(operation(case), case),
+    )
+
+
+def _qla(case: Case) -> Operation:
     from qla import chunk_gated_delta_rule
 
-    arguments = (case.q, case.k, case.v, case.g, case.beta)
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.int()  # what the kernels read; int64 is converted in each call
-    return Call(lambda: chunk_gated_delta_rule(*arguments, scale=case.scale, output_final_state=True, cu_seqlens=cu_seqlens), _as_pair)
+    return partial(chunk_gated_delta_rule, scale=case.scale, cu_seqlens=cu_seqlens)
 
 
-def _prepare_fla(case: Case) -> Call:
+def _fla(case: Case) -> Operation:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    arguments = (case.q, case.k, case.v, case.g, case.beta)
-    return Call(lambda: chunk_gated_delta_rule(*arguments, scale=case.scale, output_final_state=True, cu_seqlens=case.cu_seqlens), _as_pair)
+    return partial(chunk_gated_delta_rule, scale=case.scale, cu_seqlens=case.cu_seqlens)
 
 
-def _prepare_flash_qla(case: Case, auto_cp: bool = True) -> Call:
+def _flash_qla(case: Case, auto_cp: bool = True) -> Operation:
     from flash_qla import chunk_gated_delta_rule
 
-    def run() -> object:
-        return chunk_gated_delta_rule(
-            *(case.q, case.k, case.v, case.g, case.beta),
-            scale=case.scale,
-            output_final_state=True,
-            cu_seqlens=case.cu_seqlens,
-            auto_cp=auto_cp,
-        )
-
-    return Call(run, _as_pair)
+    return partial(chunk_gated_delta_rule, scale=case.scale, cu_seqlens=case.cu_seqlens, auto_cp=auto_cp)
 
 
 def _prepare_flashinfer(case: Case) -> Call:
@@ -100,10 +125,10 @@ def _prepare_flashinfer(case: Case) -> Call:
         )
 
     def outputs(result: object) -> Outputs:
-        o, state = _as_pair(result)
+        o, state = _as_tuple(result)
         return o.unsqueeze(0), state.transpose(-1, -2)
 
-    return Call(run, outputs)
+    return Call(at_once(run), outputs)
 
 
 def use_own_path_of_fla() -> None:
@@ -114,10 +139,10 @@ def use_own_path_of_fla() -> None:
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider("qla", ("qla",), "qla", _prepare_qla),
-        Provider("fla", ("fla-core", "flash-linear-attention"), "fla.ops.gated_delta_rule", _prepare_fla),
-        Provider("flash_qla", ("flash-qla",), "flash_qla", _prepare_flash_qla),
-        Provider("flash_qla_nocp", ("flash-qla",), "flash_qla", lambda case: _prepare_flash_qla(case, auto_cp=False)),
+        _both("qla", ("qla",), "qla", _qla),
+        _both("fla", ("fla-core", "flash-linear-attention"), "fla.ops.gated_delta_rule", _fla),
+        _both("flash_qla", ("flash-qla",), "flash_qla", _flash_qla),
+        _both("flash_qla_nocp", ("flash-qla",), "flash_qla", partial(_flash_qla, auto_cp=False)),
         Provider("flashinfer", ("flashinfer-python",), "flashinfer.gdn_prefill", _prepare_flashinfer),
     )
 }

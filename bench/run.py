@@ -1,12 +1,17 @@
-"""Times of the forward pass beside its peers: JSON lines and a table.
+"""Times of the forward or the backward pass beside its peers: JSON lines and a table.
 
     python bench/run.py --set targets --providers qla,fla,flash_qla,flashinfer --gates fast
     python bench/run.py --shape 16/64:8192x4 --providers qla,flash_qla_nocp --kernels
+    python bench/run.py --direction bwd --set targets --providers qla,fla,flash_qla
     python bench/run.py --show bench/results/fwd_targets.jsonl        the table of what was recorded; needs no GPU
 
-Every provider's o and final state are checked against float64 on two heads before anything of the row is timed. A row on
-which qla fails is not reported and the exit status is 1; a peer that fails or raises is noted and left out. Lines go to
-RESULTS/NAME.jsonl as they are measured, so a run that is cut short keeps what it has.
+"bwd" is the backward pass alone: the gradients of q, k, v, g and beta from o's gradient, through autograd for every provider.
+What a provider computes or keeps in its forward pass for it is not in this time.
+
+Every provider's o and final state are checked against float64 on two heads before anything of the row is timed; backward,
+the gradients on the first and the last key head and the value heads that read them. A row on which qla fails is not
+reported and the exit status is 1; a peer that fails or raises is noted and left out. Lines go to RESULTS/NAME.jsonl as
+they are measured, so a run that is cut short keeps what it has.
 """
 
 from __future__ import annotations
@@ -25,12 +30,13 @@ import torch
 if not __package__:  # run as a file: the repository root belongs on the path, this folder does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.cases import PEER_TOLERANCE, TOLERANCE, Case, errors, expected_slice, make_case  # noqa: E402
+from bench.cases import Case, make_case  # noqa: E402
+from bench.directions import DIRECTIONS, Direction, limit_of  # noqa: E402
 from bench.facts import append_line, environment, read_lines  # noqa: E402
 from bench.kernels import PROTOTYPE_US, kernel_calls, us_per_chunk  # noqa: E402
-from bench.providers import PROVIDERS, Call, Provider, use_own_path_of_fla  # noqa: E402
+from bench.providers import PROVIDERS, Provider, use_own_path_of_fla  # noqa: E402
 from bench.shapes import GATES, SETS, Shape, parse_shape  # noqa: E402
-from bench.timing import Runnable, Timing, make_runnable, time_interleaved  # noqa: E402
+from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OWN = "qla"
@@ -42,12 +48,10 @@ class OutOfBudget(Exception):
 
 @dataclass(frozen=True)
 class Ready:
-    """A provider that passed its check on a row."""
+    """A provider that passed its check on a row: what to time, and its errors by name."""
 
-    call: Call
     runnable: Runnable
-    err_o: float
-    err_state: float
+    errors: Mapping[str, float]
 
 
 @dataclass
@@ -72,10 +76,12 @@ class Row:
         return best[1] / self.ms[OWN] if best and OWN in self.ms else None
 
 
-def make_record(shape: Shape, gates: str, provider: str, version: str | None, timing: Timing, facts: Mapping[str, Any]) -> dict[str, Any]:
+def make_record(
+    shape: Shape, gates: str, provider: str, version: str | None, timing: Timing, facts: Mapping[str, Any], direction: str = "fwd"
+) -> dict[str, Any]:
     """One line of a results file."""
     return {
-        "direction": "fwd",
+        "direction": direction,
         "hk": shape.hk,
         "hv": shape.hv,
         "lengths": shape.lengths,
@@ -113,27 +119,43 @@ def format_table(rows: Sequence[Row], providers: Sequence[str]) -> str:
     return "\n".join(text)
 
 
-def known_times(paths: Iterable[Path]) -> dict[tuple[int, int, str, str, str], float]:
+def known_times(paths: Iterable[Path], direction: str = "fwd") -> dict[tuple[int, int, str, str, str], float]:
     """Recorded times by (hk, hv, lengths, gates, provider); later lines win."""
-    return {(r["hk"], r["hv"], r["lengths"], r["gates"], r["provider"]): r["ms"] for r in read_lines(paths) if r.get("direction") == "fwd"}
+    return {
+        (r["hk"], r["hv"], r["lengths"], r["gates"], r["provider"]): r["ms"] for r in read_lines(paths) if r.get("direction") == direction
+    }
 
 
-def recorded_rows(paths: Iterable[Path]) -> list[Row]:
+def recorded_rows(paths: Iterable[Path], direction: str = "fwd") -> list[Row]:
     """Rows of what was recorded, in the order in which they first appear."""
     rows: dict[tuple[int, int, str, str], Row] = {}
-    for (hk, hv, lengths, gates, provider), ms in known_times(paths).items():
+    for (hk, hv, lengths, gates, provider), ms in known_times(paths, direction).items():
         rows.setdefault((hk, hv, lengths, gates), Row(Shape(hk, hv, lengths), gates)).ms[provider] = ms
     return list(rows.values())
 
 
-def check_and_prepare(provider: Provider, case: Case, expected: Any, ready_up: Callable[[Callable[[], object]], Runnable]) -> Ready:
-    """Runs the provider once, compares with float64, makes it ready for timing. Raises ValueError where it is wrong."""
-    call = provider.prepare(case)
-    err_o, err_state = errors(expected, *call.outputs(call.run()))
-    limit = TOLERANCE if provider.name == OWN else PEER_TOLERANCE
-    if max(err_o, err_state) > limit:
-        raise ValueError(f"wrong: error of o {err_o:.2e}, of the final state {err_state:.2e}, allowed {limit:.0e}")
-    return Ready(call, ready_up(call.run), err_o, err_state)
+def show(paths: Sequence[Path]) -> None:
+    """Prints a table for each direction that these results files have."""
+    for direction in DIRECTIONS:
+        rows = recorded_rows(paths, direction)
+        if rows:
+            print(f"{direction}, milliseconds\n{format_table(rows, all_names(rows, [OWN]))}")
+
+
+def check_and_prepare(direction: Direction, provider: Provider, case: Case, expected: Any, ready_up: Callable[[Start], Runnable]) -> Ready:
+    """Runs the provider, compares with float64, makes it ready for timing. Raises ValueError where it is wrong."""
+    prepare = direction.prepare(provider)
+    assert prepare is not None, f"{provider.name} was to be left out"
+    call = prepare(case)
+    timed = call.start()
+    timed()  # what is checked is a repetition, as what is timed: a backward pass might spoil what its forward pass saved
+    found = direction.errors(expected, call.outputs(timed()))
+    del timed  # and the memory that it holds
+    limits = {name: limit_of(name, provider.name == OWN) for name in found}
+    wrong = [f"error of {name} {error:.2e}, allowed {limits[name]:.0e}" for name, error in found.items() if error > limits[name]]
+    if wrong:
+        raise ValueError(f"wrong: {'; '.join(wrong)}")
+    return Ready(ready_up(call.start), found)
 
 
 @dataclass
@@ -144,11 +166,12 @@ class Bench:
     path: Path
     facts: Mapping[str, Any]
     deadline: float
+    direction: str = "fwd"
     reps: int = 30
     kernels: bool = False
     known: Mapping[tuple[int, int, str, str, str], float] = field(default_factory=dict)
     device: str = "cuda"
-    ready_up: Callable[[Callable[[], object]], Runnable] = make_runnable
+    ready_up: Callable[[Start], Runnable] = make_runnable
     timer: Callable[..., dict[str, Timing]] = time_interleaved
     rows: list[Row] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -160,11 +183,11 @@ class Bench:
     def run_row(self, shape: Shape, gates: str) -> None:
         """Checks, then times, then records one row. What was measured before the budget ran out stays."""
         self.check_budget()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()  # graphs of the row before kept memory of their own
+        self.free_memory()  # graphs of the row before kept memory of their own
         row = Row(shape, gates)
         case = make_case(shape, gates, self.device)
-        expected = expected_slice(case)
+        expected = DIRECTIONS[self.direction].expected(case)
+        self.free_memory()  # what float64 took
         ready = self.prepare_all(row, case, expected)
         if OWN not in ready and any(provider.name == OWN for provider in self.providers):
             self.failed.append(f"{shape.heads} {shape.lengths} {gates}")
@@ -176,8 +199,7 @@ class Bench:
         timings = self.timer({name: entry.runnable for name, entry in ready.items()}, reps=self.reps)
         for name, timing in timings.items():
             version = next(provider.version for provider in self.providers if provider.name == name)
-            extra = {"err_o": ready[name].err_o, "err_state": ready[name].err_state}
-            self.record(row, name, version, timing, extra)
+            self.record(row, name, version, timing, {f"err_{result}": error for result, error in ready[name].errors.items()})
         for (hk, hv, lengths, of_gates, name), ms in self.known.items():
             if (hk, hv, lengths, of_gates) == (shape.hk, shape.hv, shape.lengths, gates):
                 row.ms.setdefault(name, ms)
@@ -186,13 +208,17 @@ class Bench:
         if self.kernels and any(provider.name == OWN for provider in self.providers):
             self.run_kernels(row, case)
 
+    def free_memory(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
     def prepare_all(self, row: Row, case: Case, expected: Any) -> dict[str, Ready]:
         ready: dict[str, Ready] = {}
         for provider in self.providers:
             self.check_budget()
             started = time.monotonic()
             try:
-                ready[provider.name] = check_and_prepare(provider, case, expected, self.ready_up)
+                ready[provider.name] = check_and_prepare(DIRECTIONS[self.direction], provider, case, expected, self.ready_up)
             except Exception as error:  # a provider that cannot do a row must not end the run
                 row.notes.append(f"{provider.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
                 print(f"  note {row.shape.heads} {row.shape.lengths} {row.gates}: {row.notes[-1]}", flush=True)
@@ -203,14 +229,15 @@ class Bench:
 
     def record(self, row: Row, name: str, version: str | None, timing: Timing, extra: Mapping[str, Any]) -> None:
         row.ms[name] = timing.ms
-        append_line(self.path, make_record(row.shape, row.gates, name, version, timing, self.facts) | dict(extra))
+        line = make_record(row.shape, row.gates, name, version, timing, self.facts, self.direction)
+        append_line(self.path, line | dict(extra))
 
     def run_kernels(self, row: Row, case: Case) -> None:
         """Times each of our kernels apart and prints the fused kernel's time a chunk and block."""
         from qla.device import device_spec
 
         version = next(provider.version for provider in self.providers if provider.name == OWN)
-        timings = self.timer({name: self.ready_up(call) for name, call in kernel_calls(case).items()}, reps=self.reps)
+        timings = self.timer({name: self.ready_up(at_once(call)) for name, call in kernel_calls(case).items()}, reps=self.reps)
         columns, us = us_per_chunk(case, timings["fwd_fused"].ms, device_spec(case.q.device).sm_count)
         for name, timing in timings.items():
             extra = {"block_v": columns, "us_per_chunk": round(us, 4)} if name == "fwd_fused" else {}
@@ -225,11 +252,12 @@ def format_row(row: Row) -> str:
     return f"{row.shape.heads} {row.shape.lengths} {row.gates}: {times} ms{ratio}"
 
 
-def usable_providers(names: Sequence[str]) -> list[Provider]:
-    """The named providers that import; the others are noted."""
+def usable_providers(names: Sequence[str], direction: str = "fwd") -> list[Provider]:
+    """The named providers that have the direction and import; the others are noted."""
     usable = []
     for name in names:
-        problem = PROVIDERS[name].import_error()
+        has_it = DIRECTIONS[direction].prepare(PROVIDERS[name]) is not None
+        problem = PROVIDERS[name].import_error() if has_it else "has no backward pass"
         if problem:
             print(f"skipped {name}: {problem}", flush=True)
         else:
@@ -262,15 +290,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default=None, help="of the set, only these head counts, for example 16/64")
     parser.add_argument("--providers", type=_list_of(PROVIDERS), default=[OWN], help=f"from {', '.join(PROVIDERS)} (default: {OWN})")
     parser.add_argument("--gates", type=_list_of(GATES), default=["fast"], help=f"from {', '.join(GATES)} (default: fast)")
-    parser.add_argument("--direction", choices=["fwd"], default="fwd", help="what to time")
-    parser.add_argument("--kernels", action="store_true", help="also time each of our kernels apart")
+    parser.add_argument("--direction", choices=list(DIRECTIONS), default="fwd", help="which pass to time (default: fwd)")
+    parser.add_argument("--kernels", action="store_true", help="also time each of our forward kernels apart")
     parser.add_argument("--reps", type=int, default=30, help="timed rounds (default: 30)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further measurement begins")
-    parser.add_argument("--name", default=None, help="results go to RESULTS/NAME.jsonl (default: fwd_SET)")
+    parser.add_argument("--name", default=None, help="results go to RESULTS/NAME.jsonl (default: DIRECTION_SET)")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS.name} beside this file)")
     parser.add_argument("--known", type=Path, nargs="*", default=[], help="results files whose times fill in providers not run now")
-    parser.add_argument("--show", type=Path, nargs="+", default=None, help="measure nothing: print the table of these results files")
+    parser.add_argument("--show", type=Path, nargs="+", default=None, help="measure nothing: print the tables of these results files")
     return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.kernels and args.direction == "bwd":
+        parser.error("--kernels times the forward kernels: it cannot be combined with --direction bwd")
+    return args
 
 
 def all_names(rows: Iterable[Row], first: Sequence[str]) -> list[str]:
@@ -279,7 +315,8 @@ def all_names(rows: Iterable[Row], first: Sequence[str]) -> list[str]:
 
 
 def chosen_shapes(args: argparse.Namespace) -> list[Shape]:
-    shapes = list(SETS[args.set]) if args.set else ([] if args.shape else list(SETS["quick"]))
+    sets = DIRECTIONS[args.direction].sets
+    shapes = list(sets[args.set]) if args.set else ([] if args.shape else list(sets["quick"]))
     if args.heads:
         shapes = [shape for shape in shapes if shape.heads == args.heads]
     return shapes + args.shape
@@ -287,24 +324,24 @@ def chosen_shapes(args: argparse.Namespace) -> list[Shape]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
-    args = make_parser().parse_args(argv)
+    args = parse_arguments(argv)
     if args.show:
-        rows = recorded_rows(args.show)
-        print(format_table(rows, all_names(rows, [OWN])))
+        show(args.show)
         return 0
     use_own_path_of_fla()
     if not torch.cuda.is_available():
         print("needs a CUDA device")
         return 2
-    name = args.name or f"fwd_{args.set or ('shapes' if args.shape else 'quick')}"
+    name = args.name or f"{args.direction}_{args.set or ('shapes' if args.shape else 'quick')}"
     bench = Bench(
-        providers=usable_providers(args.providers),
+        providers=usable_providers(args.providers, args.direction),
         path=args.results / f"{name}.jsonl",
         facts=environment(),
         deadline=started + args.budget,
+        direction=args.direction,
         reps=args.reps,
         kernels=args.kernels,
-        known=known_times(args.known),
+        known=known_times(args.known, args.direction),
     )
     plan = [(shape, gates) for shape in chosen_shapes(args) for gates in args.gates]
     try:

@@ -69,9 +69,20 @@ _SWEEP_LENGTHS = (
     *("8192x4", "4096x8", "2048x4", "1024x8"),
 )
 
+_BACKWARD_HEADS = ((16, 32), (8, 16), (4, 8), (2, 4))
+_BACKWARD_LENGTHS = ("8192", "4096x2", "2048x4", "1024x8", "32768", "16384x2", "8192x4", "4096x8")
+
+# Rows of the forward pass.
 SETS: dict[str, tuple[Shape, ...]] = {
     "targets": tuple(Shape(*heads, lengths) for heads in _TARGET_HEADS for lengths in _TARGET_LENGTHS),
     "sweep": tuple(Shape(*heads, lengths) for heads in _SWEEP_HEADS for lengths in _SWEEP_LENGTHS),
     # One head configuration (a peer's first call is slow for each): many items, one item, ragged.
     "quick": tuple(Shape(16, 64, lengths) for lengths in ("8192x4", "32768", "24576+8192", "1024x8")),
+}
+
+# Of the backward pass: the rows on which peers publish it.
+BACKWARD_SETS: dict[str, tuple[Shape, ...]] = {
+    "targets": tuple(Shape(*heads, lengths) for heads in _BACKWARD_HEADS for lengths in _BACKWARD_LENGTHS),
+    "sweep": SETS["sweep"],
+    "quick": tuple(Shape(16, 32, lengths) for lengths in ("32768", "8192x4", "8192", "1024x8")),
 }

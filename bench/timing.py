@@ -4,6 +4,10 @@ One round flushes L2 and replays each provider once, so that clocks and temperat
 events stand after the flush and after the replay on one stream: the flush is not in the time. The host runs ahead of
 the GPU, so launching costs nothing either, except for a provider that waits for the GPU on the host: such a one cannot
 be captured, is called directly ("eager") and pays for its waiting, as its users do.
+
+What is timed is given as a function that first does what must come before and returns the timed part (`Start`). For a
+backward pass that is its forward pass: autograd runs a backward operation on the stream of its forward operation, so
+`start` is called on the stream that captures, before the capture, or on the stream of the events where there is none.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+Start = Callable[[], Callable[[], object]]
 
 FLUSH_BYTES = 256 << 20  # several times the 60 MB of L2, and long enough (60 us) for the host to queue the next launches
 
@@ -41,6 +47,11 @@ class Runnable:
     keep: object = None
 
 
+def at_once(function: Callable[[], object]) -> Start:
+    """The start of a function that needs nothing before it."""
+    return lambda: function
+
+
 def waits_on_host(function: Callable[[], object]) -> bool:
     """Whether PyTorch sees the function wait for the GPU (a copy to the host, .item()): capture would fail."""
     previous = torch.cuda.get_sync_debug_mode()
@@ -56,29 +67,44 @@ def waits_on_host(function: Callable[[], object]) -> bool:
     return False
 
 
-def make_runnable(function: Callable[[], object], warmups: int = 2) -> Runnable:
-    """Warms the function up and captures it in a CUDA graph; where that cannot be done, the function itself."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+def make_runnable(start: Start, warmups: int = 2) -> Runnable:
+    """Warms the timed part up and captures it in a CUDA graph; where that cannot be done, the timed part itself."""
+    return capture(start, warmups) or run_directly(start)
+
+
+def capture(start: Start, warmups: int) -> Runnable | None:
+    """The timed part as a CUDA graph; None where it waits on the host or cannot be captured."""
+    stream, outside = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(outside)
     with torch.cuda.stream(stream):
+        function = start()
         for _ in range(warmups):
             function()
-    torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        waits = waits_on_host(function)
     torch.cuda.synchronize()
-    if waits_on_host(function):
-        return Runnable(function, "eager")
+    if waits:
+        return None
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
             outputs = function()
     except Exception:  # whatever a library raises when a launch is not allowed in a capture
+        torch.cuda.set_stream(outside)  # a capture that cannot even be ended leaves its own stream current
         torch.cuda.synchronize()
-        function()  # a fault of its own comes up here again
-        torch.cuda.synchronize()
-        return Runnable(function, "eager")
+        return None
     graph.replay()
     torch.cuda.synchronize()
-    return Runnable(graph.replay, "graph", (graph, outputs))
+    # The function is kept, too: it holds what the forward pass saved, which the graph reads.
+    return Runnable(graph.replay, "graph", (graph, outputs, function))
+
+
+def run_directly(start: Start) -> Runnable:
+    """The timed part as it is, on the current stream; called once, so that a fault of its own comes up here."""
+    function = start()
+    function()
+    torch.cuda.synchronize()
+    return Runnable(function, "eager")
 
 
 def time_interleaved(runnables: Mapping[str, Runnable], reps: int = 30, warmups: int = 3) -> dict[str, Timing]:

@@ -4,9 +4,16 @@
 none, and does not load TileLang.
 """
 
-from qla.api import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, chunk_gdn
+from qla.api import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd, chunk_gdn
 from qla.checks import unsupported_reason
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gdn", "unsupported_reason"]
+__all__ = [
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "chunk_gdn",
+    "unsupported_reason",
+]

@@ -1,4 +1,4 @@
-"""Compiles every forward variant ahead of time, on a machine that needs no GPU, and reports what the compiler made of it.
+"""Compiles every variant ahead of time, on a machine that needs no GPU, and reports what the compiler made of it.
 
     python -m qla.aot --out DIR
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("kkt_solve", "fwd_fused")
+KERNELS = ("kkt_solve", "fwd_fused", "cp_prep", "bwd_fused")
 ARCH = ("-gencode=arch=compute_90a,code=sm_90a",)
 
 
@@ -205,7 +205,7 @@ def disassemble(cubin: Path) -> str:
 
 
 def variants(only: str = "") -> Iterator[tuple[Any, Any]]:
-    """(kernel module, config) of every forward variant whose name holds ``only``."""
+    """(kernel module, config) of every variant whose name holds ``only``."""
     for kernel in KERNELS:
         module = importlib.import_module(f"qla.kernels.{kernel}")
         for cfg in module.CONFIGS:

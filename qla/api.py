@@ -9,12 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qla.autograd import Call, gated_delta_rule, launch_forward
-from qla.checks import KERNEL_DIM, Problem, check_cu_seqlens_values, check_inputs, check_scale, unsupported_reason, warn_once
-from qla.reference import CHUNK, chunk_gate_sum_and_inverse, chunked_gated_delta_rule
+from qla.autograd import Call, aligned, gated_delta_rule, launch_backward, launch_forward
+from qla.checks import (
+    KERNEL_DIM,
+    Problem,
+    check_cu_seqlens_values,
+    check_inputs,
+    check_scale,
+    check_shape,
+    unsupported_reason,
+    warn_once,
+)
+from qla.reference import CHUNK, chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
 L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
-ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 
 
 def chunk_gated_delta_rule(
@@ -97,7 +105,7 @@ def chunk_gated_delta_rule(
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
     tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-    o, final_state = gated_delta_rule(*tensors, cu_seqlens_cpu, call)
+    o, final_state = gated_delta_rule(*tensors, call)
     return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
 
 
@@ -142,6 +150,62 @@ def chunk_gated_delta_rule_fwd(
         g_cum, A, o, final_state = launch_forward(*tensors, call)
         g_cum, A, o = (_rows_for_user(x, problem) for x in (g_cum, A, o[..., : problem.value_dim]))
         return g_cum, A, o, _state_for_user(final_state, problem, state_v_first)
+
+
+def chunk_gated_delta_rule_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    do: Tensor,
+    dht: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The backward pass alone: "Gated Delta Networks" (arXiv 2412.06464) differentiated; ``qla.kernels.bwd_fused`` has the algebra.
+
+    q, k, v, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu, state_v_first: as given to ``chunk_gated_delta_rule_fwd``.
+    g, A: the first two results of ``chunk_gated_delta_rule_fwd``, [B, T, HV] and [B, T, HV, 64].
+    do: gradient of o, [B, T, HV, V].
+    dht: gradient of the final state, in its shape, or None for zero.
+
+    Returns (dq, dk, dv, dg, dbeta, dh0): the first three in q's dtype, the others fp32 (fp64 for fp64 inputs); dg is the gradient of
+    the gates that the forward pass took (natural logarithms, not their sums); dh0 is None without initial_state. Rows that no
+    sequence owns are 0.
+
+    The states of all chunks are computed again, in a workspace of at most 2 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
+    128 KB for each chunk and value head of one key head.
+
+    Raises ValueError or TypeError as ``chunk_gated_delta_rule``.
+    """
+    problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    scale = check_scale(scale, problem.key_dim)
+    check_shape("A", A, (problem.batch, problem.tokens, problem.value_heads, CHUNK), q.device)
+    check_shape("do", do, tuple(v.shape), q.device)
+    if dht is not None:
+        check_shape("dht", dht, problem.state_shape(state_v_first), q.device)
+    reason = unsupported_reason(q, k, v)
+    if reason is not None:
+        warn_once(_pytorch_path_warning(reason))
+        cu_host = _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem)
+        gates = gates_from_chunk_sums(g, cu_host)
+        return chunked_gradients(q, k, v, gates, beta, scale, initial_state, do, dht, state_v_first, cu_host)
+
+    with torch.no_grad():
+        tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, False, state_v_first, cu_seqlens)
+        q, k, v, g, beta, initial_state, cu_seqlens = tensors
+        A, do = aligned(A.to(q.dtype).flatten(0, 1)), _pad(do, 1).flatten(0, 1)
+        dht = None if dht is None else _pad(dht, 2)
+        *grads, dh0 = launch_backward(q, k, v, g, beta, A, initial_state, do, dht, cu_seqlens, call, initial_state is not None)
+        dq, dk, dv, dg, dbeta = (_rows_for_user(x, problem) for x in grads)
+        dq = -dq if scale < 0 else dq
+        dq, dk, dv = (x[..., :size].contiguous() for x, size in ((dq, problem.key_dim), (dk, problem.key_dim), (dv, problem.value_dim)))
+        return dq, dk, dv, dg, dbeta, _state_for_user(dh0, problem, state_v_first)
 
 
 def _state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
@@ -233,10 +297,10 @@ def _normalise(
     """Brings checked inputs into the kernels' form (``qla.autograd``); differentiable."""
     if scale < 0:
         q, scale = -q, -scale
-    q, k, v = (_aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
-    g, beta = (_aligned(x.float().flatten(0, 1)) for x in (g, beta))
+    q, k, v = (aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
+    g, beta = (aligned(x.float().flatten(0, 1)) for x in (g, beta))
     if initial_state is not None:
-        initial_state = _aligned(_pad(initial_state.float(), 2))
+        initial_state = aligned(_pad(initial_state.float(), 2))
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
     call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state)
@@ -247,12 +311,6 @@ def _pad(x: Tensor, dims: int) -> Tensor:
     """Zeros up to the kernels' head size in the last ``dims`` dimensions. Exact: they add zeros to sums, and stay zero in the state."""
     missing = [KERNEL_DIM - size for size in reversed(x.shape[-dims:])]
     return F.pad(x, [n for m in missing for n in (0, m)]) if any(missing) else x  # F.pad copies even when there is nothing to add
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous and 16-byte aligned; a copy only where needed."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def _rows_for_user(x: Tensor, problem: Problem) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels' forward pass as one differentiable step: what is launched, what is saved.
+"""The kernels' two passes as one differentiable step: what is launched, what is saved.
 
 Everything here sees normalised tensors: tokens flattened to N = B * T, head sizes 128, gates and beta float32, all
 contiguous and 16-byte aligned, scale >= 0. ``qla.api`` brings user input into that form with differentiable operations, so
@@ -7,21 +7,20 @@ gradients find their way back to its shapes and dtypes without help.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qla.checks import warn_once
 from qla.device import device_spec
-from qla.reference import CHUNK, chunked_gated_delta_rule
+from qla.reference import CHUNK
 
-SLOW_BACKWARD = (
-    "qla has no backward kernel yet: gradients are right, but they are computed by running the chunked form again in PyTorch, "
-    "which is much slower than the forward pass."
-)
+ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
+WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
+WORKSPACE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -89,20 +88,23 @@ def gated_delta_rule(
     beta: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
     """``launch_forward`` with gradients; saves tensors only when some input asks for a gradient. Returns (o, final_state)."""
     inputs = (q, k, v, g, beta, initial_state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         apply: Callable[..., tuple[Tensor, Tensor | None]] = _GatedDeltaRule.apply
-        return apply(*inputs, cu_seqlens, cu_seqlens_cpu, call)
+        return apply(*inputs, cu_seqlens, call)
     _, _, o, final_state = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
     return o, final_state
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Forward by the kernels. Saved, in this order: q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    """Both passes by the kernels.
+
+    Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens. A token takes 392 bytes a value head (v 256, A 128, g_cum
+    and beta 4 each) and 512 a key head (q, k); of these, A and g_cum are not the caller's own. The states are computed again.
+    """
 
     @staticmethod
     def forward(
@@ -114,49 +116,120 @@ class _GatedDeltaRule(torch.autograd.Function):
         beta: Tensor,
         initial_state: Tensor | None,
         cu_seqlens: Tensor | None,
-        cu_seqlens_cpu: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor | None]:
-        _, _, o, final_state = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
+        g_cum, A, o, final_state = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
+        ctx.save_for_backward(q, k, v, g_cum, beta, A, initial_state, cu_seqlens)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, cu_seqlens, cu_seqlens_cpu = ctx.saved_tensors
-        grads = _recomputed_gradients(tensors, ctx.needs_input_grad[: len(tensors)], grad_outputs, cu_seqlens, cu_seqlens_cpu, ctx.call)
-        return (*grads, None, None, None)
+        q, k, v, g_cum, beta, A, initial_state, cu_seqlens = ctx.saved_tensors
+        do, dht = grad_outputs
+        needed = ctx.needs_input_grad[:6]
+        with torch.no_grad():
+            grads = launch_backward(q, k, v, g_cum, beta, A, initial_state, do, dht, cu_seqlens, ctx.call, needed[5])
+        kept = (grad if need else None for grad, need in zip(grads, needed, strict=True))
+        if torch.is_grad_enabled():  # create_graph=True
+            anchor = _leaf(q)
+            once: Callable[..., Tensor] = _OnceDifferentiable.apply
+            kept = (None if grad is None else once(grad, anchor) for grad in kept)
+        return (*kept, None, None)
 
 
-def _recomputed_gradients(
-    tensors: list[Tensor | None],
-    needed: tuple[bool, ...],
-    grad_outputs: tuple[Tensor | None, ...],
+def _leaf(x: Tensor) -> Tensor:
+    """A leaf that asks for a gradient, so that what is computed with it has a place in the graph."""
+    return x.new_zeros((), requires_grad=True)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Identity on a gradient, which refuses to be differentiated: without it second derivatives would silently miss a part."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "chunk_gated_delta_rule cannot be differentiated twice through the kernels: they have no second derivative. "
+            "On a CPU or in float32 it runs through PyTorch, which has."
+        )
+
+
+def workspace_limit() -> int:
+    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2 GiB."""
+    text = os.environ.get(WORKSPACE_VARIABLE, "")
+    if not text:
+        return WORKSPACE_BYTES
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{WORKSPACE_VARIABLE} must be a number of bytes, got {text!r}")
+    return int(text)
+
+
+def head_slices(key_heads: int, value_heads: int, bytes_a_head: int, limit: int) -> Iterator[tuple[int, int]]:
+    """(first value head, number) of slices of whole groups, as equal as can be, whose states fit into ``limit`` bytes, or of one group."""
+    ratio = value_heads // key_heads
+    at_once = max(1, min(key_heads, limit // max(bytes_a_head * ratio, 1)))
+    count = -(-key_heads // at_once)
+    for i in range(count):
+        first, end = i * key_heads // count, (i + 1) * key_heads // count
+        yield first * ratio, (end - first) * ratio
+
+
+def launch_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    initial_state: Tensor | None,
+    do: Tensor | None,
+    dht: Tensor | None,
     cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
     call: Call,
-) -> list[Tensor | None]:
-    """Gradients of the six inputs by differentiating the chunked reference; None where not needed."""
-    warn_once(SLOW_BACKWARD)
-    leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
-    with torch.enable_grad():
-        batch = 1 if cu_seqlens is not None else call.num_seqs
-        q, k, v, g, beta = (x.view(batch, len(x) // max(batch, 1), *x.shape[1:]) for x in leaves[:5] if x is not None)
-        results = chunked_gated_delta_rule(
-            q, k, v, g, beta, call.scale, leaves[5], call.output_final_state, call.state_v_first,
-            cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
-        )  # fmt: skip
-    pairs = [
-        (result, grad.view_as(result))
-        for result, grad in zip(results, grad_outputs, strict=True)
-        if result is not None and grad is not None and result.requires_grad
-    ]
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) if x is not None and x.requires_grad else None for x in leaves]
-    found = iter(
-        torch.autograd.grad([result for result, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True)
-    )
-    return [next(found) if x is not None and x.requires_grad else None for x in leaves]
+    initial_state_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Launches the backward kernels on the current stream of q's device.
+
+    Takes what ``launch_forward`` took and gave, and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the final state,
+    in any dtype, None for zero. Two scans write the states and their gradients for all chunks of a slice of heads, as many as
+    fit into ``workspace_limit()``; then one kernel computes the rest.
+
+    Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
+    """
+    tokens, value_heads, dim = v.shape
+    do = torch.zeros_like(v) if do is None else aligned(do.to(v.dtype))
+    dht = None if dht is None else aligned(dht.float())
+    if tokens == 0 or call.num_seqs == 0:
+        dh0 = None if initial_state is None else torch.zeros_like(initial_state) if dht is None else dht.clone()
+        return *(torch.zeros_like(x) for x in (q, k, v, g_cum, beta)), dh0 if initial_state_grad else None  # type: ignore[return-value]
+
+    from qla.kernels.bwd_fused import bwd_fused
+    from qla.kernels.cp_prep import num_slots, scan_state_gradients, scan_states
+
+    num_sms = device_spec(q.device).sm_count
+    place = (cu_seqlens, call.num_seqs, call.seq_len)
+    dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g_cum, beta))
+    dh0 = q.new_empty(call.num_seqs, value_heads, dim, dim, dtype=torch.float32) if initial_state_grad else None
+    slots = num_slots(tokens, call.num_seqs, call.seq_len)
+    slices = list(head_slices(k.shape[1], value_heads, 2 * slots * dim * dim * q.element_size(), workspace_limit()))
+    workspace = q.new_empty(2, slots * max(heads for _, heads in slices), dim, dim)
+    with torch.cuda.device(q.device):
+        for head0, heads in slices:
+            states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
+            scan_states(k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms)
+            scan_state_gradients(
+                q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms
+            )  # fmt: skip
+            bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
+    return dq, dk, dv, dg, dbeta, dh0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous and 16-byte aligned; a copy only where needed."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x

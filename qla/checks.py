@@ -110,6 +110,16 @@ def check_inputs(
     return problem
 
 
+def check_shape(name: str, x: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """TypeError unless ``x`` is a floating-point tensor, ValueError unless it has this shape and lies on this device."""
+    _check_floating(name, x)
+    assert isinstance(x, Tensor)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
+
+
 def check_scale(scale: object, key_dim: int) -> float:
     """The scale as a float; K^-0.5 for None. TypeError or ValueError unless it is a finite number."""
     if scale is None:

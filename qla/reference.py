@@ -147,6 +147,47 @@ def chunk_gate_sum_and_inverse(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: T
         return steps.scatter(log2_gates.cumsum(-1).unsqueeze(-1)).squeeze(-1), steps.scatter(inverse)
 
 
+def gates_from_chunk_sums(g_cum: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Natural-log gates [B, T, HV] from their sums within chunks of 64 in log2 units, as ``chunk_gate_sum_and_inverse`` gives them."""
+    steps = _plan_steps(g_cum, cu_seqlens, CHUNK, shrink=False)
+    sums = steps.gather(g_cum.unsqueeze(-1), g_cum.dtype)
+    return steps.scatter(torch.diff(sums, dim=2, prepend=torch.zeros_like(sums[:, :, :1])) * math.log(2)).squeeze(-1)
+
+
+def chunked_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    do: Tensor,
+    dht: Tensor | None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of ``chunked_gated_delta_rule`` for given ones of o (do) and the final state (dht, or None).
+
+    Returns (dq, dk, dv, dg, dbeta, dh0), the first three in q's dtype, the others in the dtype of the computation; dh0 is None
+    without initial_state.
+    """
+    wide = _compute_dtype(q)
+    inputs = (q, k, v, g.to(wide), beta.to(wide), None if initial_state is None else initial_state.to(wide))
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        q_, k_, v_, g_, beta_, state = leaves
+        assert q_ is not None and k_ is not None and v_ is not None and g_ is not None and beta_ is not None
+        o, final_state = chunked_gated_delta_rule(q_, k_, v_, g_, beta_, scale, state, dht is not None, state_v_first, cu_seqlens)
+    pairs = [(o, do.to(o.dtype))]
+    if dht is not None and final_state is not None:
+        pairs.append((final_state, dht.to(final_state.dtype)))
+    wanted = [x for x in leaves if x is not None]
+    results, grads = zip(*pairs, strict=True)
+    dq, dk, dv, dg, dbeta, *dh0 = torch.autograd.grad(results, wanted, grads, allow_unused=True, materialize_grads=True)
+    return dq, dk, dv, dg, dbeta, dh0[0] if dh0 else None
+
+
 @dataclass(frozen=True)
 class _Steps:
     """Chunks of all sequences in the order of time: first every sequence's first chunk, then every second one, and so on.
@@ -251,11 +292,15 @@ def _pairwise_decay(g: Tensor) -> Tensor:
 
 
 def _gated_inverse(k: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
-    """(I + StrictLower(diag(beta) (Gamma * K K^T)))^-1 for k [.., C, K], beta [.., C], Gamma [.., C, C]."""
-    products = (beta.unsqueeze(-1) * (decay * (k @ k.transpose(-1, -2)))).tril(-1)
-    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    """(I + StrictLower(diag(beta) (Gamma * K K^T)))^-1 for k [.., C, K], beta [.., C], Gamma [.., C, C].
+
+    In float64 throughout: with nearly equal keys and beta near 2 the solution amplifies rounding a thousandfold.
+    """
+    wide = k.double()
+    products = (beta.double().unsqueeze(-1) * (decay.double() * (wide @ wide.transpose(-1, -2)))).tril(-1)
+    identity = torch.eye(k.shape[-2], dtype=wide.dtype, device=k.device)
     inverse: Tensor = torch.linalg.solve_triangular(identity + products, identity.expand_as(products), upper=False, unitriangular=True)
-    return inverse
+    return inverse.to(k.dtype)
 
 
 def _finish(

@@ -1,12 +1,13 @@
-"""One small forward of each kernel variant, to run under compute-sanitizer on a Hopper GPU.
+"""One small forward and backward of each kernel variant, to run under compute-sanitizer on a Hopper GPU.
 
     compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py
 
 Packed sequences with tails, an empty one and rows that none owns; equal lengths; both block widths and dtypes; states in
 both layouts; offsets that are wrong. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks
-are for many items, which here are sequences of a few tokens. PyTorch's cache of freed memory is switched off,
-so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
+are for many items, which here are sequences of a few tokens. The backward pass runs whole and in slices of one key
+head. PyTorch's cache of freed memory is switched off, so that memcheck sees the true ends of the tensors. ``--quick``
+leaves out fp16.
 """
 
 from __future__ import annotations
@@ -34,14 +35,26 @@ def inputs(tokens: int, heads: tuple[int, int], dtype: torch.dtype, batch: int =
 
 
 def run(name: str, tensors: list[Tensor], lengths: list[int] | None, state: bool = True, check: bool = True, **options: object) -> None:
-    """One call; ``lengths`` are offsets of packed sequences, or None. Raises unless every element is finite."""
+    """One call and its backward pass; ``lengths`` are offsets of packed sequences, or None. Raises unless every element is finite."""
     cu = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
     sequences = tensors[0].shape[0] if cu is None else len(cu) - 1
     h0 = torch.randn(sequences, tensors[2].shape[2], 128, 128, device="cuda") if state else None
-    o, final = qla.chunk_gated_delta_rule(*tensors, initial_state=h0, output_final_state=state, cu_seqlens=cu, **options)
+    leaves = [x.detach().requires_grad_() for x in (*tensors, *([] if h0 is None else [h0]))]
+    start = leaves[5] if state else None
+    o, final = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=start, output_final_state=state, cu_seqlens=cu, **options)
     torch.cuda.synchronize()
-    for x in (o, final):
-        if check and x is not None and not bool(torch.isfinite(x).all()):
+    results = [x for x in (o, final) if x is not None]
+    losses = [torch.randn_like(x) for x in results]
+    found = [*results]
+    for limit in (None, "1"):
+        os.environ.pop("QLA_WORKSPACE_BYTES", None)
+        if limit is not None:
+            os.environ["QLA_WORKSPACE_BYTES"] = limit
+        found += torch.autograd.grad(results, leaves, losses, retain_graph=True)
+        torch.cuda.synchronize()
+    os.environ.pop("QLA_WORKSPACE_BYTES", None)
+    for x in found:
+        if check and not bool(torch.isfinite(x).all()):
             raise SystemExit(f"{name}: not finite")
     print(f"{name}: done", flush=True)
 

@@ -110,7 +110,8 @@ def test_compiles_as_tilelang_does(monkeypatch, tmp_path):
 def test_every_variant_is_listed_once():
     pytest.importorskip("tilelang")
     names = [cfg.name for _, cfg in aot.variants()]
-    assert len(names) == len(set(names)) < 12
+    assert len(names) == len(set(names)) < 20
+    assert len([name for name in names if name.startswith(("kkt", "fwd"))]) < 12
     assert {name.partition("_v")[0] for name in names if name.startswith("fwd")} == {"fwd_fused"}
     assert [cfg.name for _, cfg in aot.variants(names[0])] == [names[0]]
     for _, cfg in aot.variants("fwd_fused"):

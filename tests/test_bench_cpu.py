@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import facts, kernels, run, timing
+from bench import directions, facts, kernels, run, timing
 from bench.cases import errors, expected_slice, make_case, make_gates
+from bench.gradients import NAMES, expected_gradients, gradient_errors
 from bench.providers import PROVIDERS, Call, Provider
-from bench.shapes import SETS, Shape, parse_lengths, parse_shape
+from bench.shapes import BACKWARD_SETS, SETS, Shape, parse_lengths, parse_shape
 
 FACTS = {"gpu": "a GPU", "torch": "2", "tilelang": "0.1.15", "commit": "abc", "date": "2026-01-01T00:00:00Z"}
 REQUIRED = ["direction", "hk", "hv", "lengths", "gates", "provider", "ms", "ms_min", "ms_max"]
@@ -48,6 +50,9 @@ def test_sets():
     assert len(SETS["sweep"]) == 9 * 19 == len(set(SETS["sweep"]))
     assert len(SETS["targets"]) == 28 and set(SETS["targets"]) <= set(SETS["sweep"])
     assert Shape(16, 64, "8192x4") in SETS["quick"] and len(SETS["quick"]) <= 6
+    assert len(BACKWARD_SETS["targets"]) == 32 and set(BACKWARD_SETS) == set(SETS)
+    assert {shape.tokens for shape in BACKWARD_SETS["targets"]} == {8192, 32768}
+    assert {len(shape.sequence_lengths) for shape in BACKWARD_SETS["targets"]} == {1, 2, 4, 8}
 
 
 def test_gates():
@@ -109,9 +114,20 @@ def fake_provider(name: str, factor: float = 1.0, raises: Exception | None = Non
             )
             return factor * o, state
 
-        return Call(outputs, lambda result: result)
+        return Call(timing.at_once(outputs), lambda result: result)
 
     return Provider(name, ("no-such-distribution",), "qla", prepare)
+
+
+def fake_backward_provider(name: str, wrong: str = "") -> Provider:
+    """The reference called as a package is; the gradient of that name comes out 1.1 times too large."""
+
+    def prepare_backward(case):
+        call = PROVIDERS["qla"].prepare_backward(case)
+        factors = [1.1 if name == wrong else 1.0 for name in NAMES]
+        return Call(call.start, lambda result: tuple(f * x for f, x in zip(factors, call.outputs(result), strict=True)))
+
+    return Provider(name, ("no-such-distribution",), "qla", fake_provider(name).prepare, prepare_backward)
 
 
 def fake_timer(milliseconds):
@@ -122,7 +138,7 @@ def fake_timer(milliseconds):
 
 
 def make_bench(tmp_path, providers, milliseconds, **options) -> run.Bench:
-    options = {"deadline": math.inf, "reps": 3, "device": "cpu", "ready_up": lambda f: timing.Runnable(f, "graph")} | options
+    options = {"deadline": math.inf, "reps": 3, "device": "cpu", "ready_up": lambda start: timing.Runnable(start(), "graph")} | options
     return run.Bench(providers=providers, path=tmp_path / "r" / "fwd_x.jsonl", facts=FACTS, timer=fake_timer(milliseconds), **options)
 
 
@@ -204,7 +220,7 @@ def test_arguments():
     args = run.make_parser().parse_args(["--shape", "2/8:2048", "--shape", "1/1:64"])
     assert run.chosen_shapes(args) == [Shape(2, 8, "2048"), Shape(1, 1, "64")]
     assert run.chosen_shapes(run.make_parser().parse_args([])) == list(SETS["quick"])
-    for bad in (["--providers", "nobody"], ["--gates", ""], ["--shape", "8192"], ["--set", "all"], ["--direction", "bwd"]):
+    for bad in (["--providers", "nobody"], ["--gates", ""], ["--shape", "8192"], ["--set", "all"], ["--direction", "both"]):
         with pytest.raises(SystemExit):
             run.make_parser().parse_args(bad)
 
@@ -244,7 +260,7 @@ def test_calls_of_peers(provider, lengths, monkeypatch):
     state = torch.randn(state_shape)
     fake_module(monkeypatch, PROVIDERS[provider].module, calls, lambda args: (torch.zeros_like(args[2]), state))
     call = PROVIDERS[provider].prepare(case)
-    o, final = call.outputs(call.run())
+    o, final = call.outputs(call.start()())
     ((args, kwargs),) = calls
     assert o.shape == case.v.shape and final.shape == state_shape
     assert kwargs["output_final_state"] is True and kwargs["scale"] == 128**-0.5
@@ -257,6 +273,146 @@ def test_calls_of_peers(provider, lengths, monkeypatch):
         assert torch.equal(final, state)
     if provider.startswith("flash_qla"):
         assert kwargs["auto_cp"] is (provider == "flash_qla")
+
+
+# The backward pass
+
+
+def test_gradients_are_those_of_float64():
+    """Of whole groups of heads; a fault of one head is not lost among the others, nor is anything that is not finite."""
+    from qla.reference import recurrent_gated_delta_rule
+
+    case = make_case(Shape(3, 6, "70+64"), "fast", "cpu")
+    expected = expected_gradients(case)
+    assert expected.key_heads == (0, 2) and expected.value_heads == (0, 1, 4, 5)
+    leaves = [x.double().requires_grad_() for x in (case.q, case.k, case.v, case.g, case.beta)]
+    o, _ = recurrent_gated_delta_rule(*leaves, scale=case.scale, cu_seqlens=case.cu_seqlens)
+    gradients = torch.autograd.grad(o, leaves, case.do.double())
+    assert max(gradient_errors(expected, gradients).values()) < 1e-10
+    for i, (name, x) in enumerate(zip(NAMES, gradients, strict=True)):
+        changed = x.clone()
+        changed[:, :, -1] *= 1.1
+        found = gradient_errors(expected, [*gradients[:i], changed, *gradients[i + 1 :]])
+        assert found[name] == pytest.approx(0.1) and max(error for other, error in found.items() if other != name) < 1e-10
+        changed[0, 5, 2] = math.nan
+        assert set(gradient_errors(expected, [*gradients[:i], changed, *gradients[i + 1 :]]).values()) == {math.inf}
+
+
+@pytest.mark.filterwarnings("ignore:qla runs this call through PyTorch")
+def test_a_backward_row(tmp_path, capsys):
+    providers = [fake_backward_provider("qla"), fake_backward_provider("fla", "dk"), fake_backward_provider("flash_qla")]
+    bench = make_bench(tmp_path, providers, {"qla": 0.5, "flash_qla": 1.0}, direction="bwd")
+    with torch.no_grad():  # as main runs it
+        bench.run_row(SMALL, "fast")
+    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
+    assert [(line["direction"], line["provider"]) for line in lines] == [("bwd", "qla"), ("bwd", "flash_qla")]
+    for line in lines:
+        assert set(REQUIRED) <= set(line) and all(line[f"err_{name}"] < 8e-3 for name in NAMES)
+    assert bench.rows[0].ratio == 2.0
+    assert "fla: ValueError: wrong: error of dk 1.0" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:qla runs this call through PyTorch")
+@pytest.mark.parametrize("wrong", NAMES)
+def test_a_backward_row_that_qla_gets_wrong_is_refused(wrong, tmp_path):
+    bench = make_bench(tmp_path, [fake_backward_provider("qla", wrong)], {"qla": 0.5}, direction="bwd")
+    bench.run_row(SMALL, "fast")
+    assert bench.failed and not bench.path.exists()
+
+
+@pytest.mark.parametrize("result, own, limit", [("o", True, 8e-3), ("dq", False, 3e-2), ("dg", True, 2e-2), ("dbeta", False, 5e-2)])
+def test_limits(result, own, limit):
+    assert directions.limit_of(result, own) == limit
+
+
+@pytest.mark.parametrize("provider", ["qla", "fla", "flash_qla", "flash_qla_nocp"])
+def test_the_backward_pass_is_timed_alone(provider, monkeypatch):
+    """The forward pass runs in the start, the timed part may run again, and it gives the gradients of all five inputs."""
+    calls: list = []
+    fake_module(monkeypatch, PROVIDERS[provider].module, calls, lambda args: ((sum(args[:3]) * sum(args[3:])[..., None]).bfloat16(), None))
+    case = make_case(Shape(2, 2, "70+64"), "fast", "cpu")
+    call = PROVIDERS[provider].prepare_backward(case)
+    assert not calls
+    with torch.no_grad():
+        timed = call.start()
+        ((args, kwargs),) = calls
+        assert kwargs["output_final_state"] is False and kwargs["scale"] == case.scale and kwargs["cu_seqlens"].tolist() == [0, 70, 134]
+        assert all(x.is_leaf and x.requires_grad for x in args)
+    first, second = call.outputs(timed()), call.outputs(timed())
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [x.shape for x in first] == [x.shape for x in (case.q, case.k, case.v, case.g, case.beta)]
+    assert not any(x.requires_grad for x in (case.q, case.k, case.v, case.g, case.beta))
+    if provider.startswith("flash_qla"):
+        assert kwargs["auto_cp"] is (provider == "flash_qla")
+    call.start()
+    assert calls[1][0][0] is not args[0], "leaves of its own each time"
+
+
+class FakeCuda:
+    """Stands in for torch.cuda where a function is made ready: notes which stream is current when."""
+
+    def __init__(self, monkeypatch, fails: str = "") -> None:
+        self.events: list[str] = []
+        self.current, self.capturing, self.fails = "default", False, fails
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self.switch(False))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: self.switch(True))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.events.append("replay")))
+        monkeypatch.setattr(timing, "waits_on_host", lambda function: function() or fails == "waits")
+
+    @contextlib.contextmanager
+    def switch(self, capturing):
+        self.current, self.capturing = "side", capturing
+        try:
+            yield
+        finally:
+            self.current, self.capturing = "default", False
+
+    def start(self):
+        assert not self.capturing
+        self.events.append(f"start {self.current}")
+
+        def timed():
+            self.events.append(f"{'capture' if self.capturing else 'run'} {self.current}")
+            if self.capturing and self.fails == "capture":
+                raise RuntimeError("not allowed in a capture")
+
+        return timed
+
+
+def test_what_comes_before_runs_on_the_stream_that_captures(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    runnable = timing.make_runnable(cuda.start)
+    assert runnable.mode == "graph" and cuda.events == ["start side", *["run side"] * 3, "capture side", "replay"]
+    assert runnable.keep[2] is not None, "what the forward pass saved must live as long as the graph"
+
+
+@pytest.mark.parametrize("fails", ["waits", "capture"])
+def test_what_cannot_be_captured_starts_again_on_the_stream_of_the_events(fails, monkeypatch):
+    cuda = FakeCuda(monkeypatch, fails)
+    assert timing.make_runnable(cuda.start).mode == "eager"
+    assert cuda.events[-2:] == ["start default", "run default"] and "replay" not in cuda.events
+
+
+def test_the_gradient_that_starts_it_is_always_the_same():
+    case, again = (make_case(SMALL, "fast", "cpu") for _ in range(2))
+    assert torch.equal(case.do, again.do) and case.do.shape == case.v.shape and case.do.dtype == torch.bfloat16
+    assert not torch.equal(case.do, case.v)
+
+
+def test_backward_arguments(capsys):
+    args = run.parse_arguments(["--direction", "bwd", "--set", "targets", "--heads", "2/4"])
+    assert len(run.chosen_shapes(args)) == 8
+    assert run.chosen_shapes(run.parse_arguments(["--direction", "bwd"])) == list(BACKWARD_SETS["quick"])
+    with pytest.raises(SystemExit):
+        run.parse_arguments(["--direction", "bwd", "--kernels"])
+    assert "--kernels times the forward kernels" in capsys.readouterr().err
+    assert [provider.name for provider in run.usable_providers(["qla", "flashinfer"], "bwd")] == ["qla"]
+    assert "skipped flashinfer: has no backward pass" in capsys.readouterr().out
 
 
 # Kernels, timing, records
@@ -288,7 +444,8 @@ def test_kernels_are_timed_apart(lengths, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
     milliseconds = {"qla": 0.5, "kkt_solve": 0.1, "fwd_fused": 0.2}
 
-    def ready_up(function):
+    def ready_up(start):
+        function = start()
         function()
         return timing.Runnable(function, "graph")
 
@@ -343,4 +500,9 @@ def test_show_prints_what_was_recorded(tmp_path, capsys):
         facts.append_line(path, record)
     assert run.main(["--show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "0.2500" in text and "4.00" in text and "0.5000" not in text
+    assert "0.2500" in text and "4.00" in text and "0.5000" not in text and "bwd" not in text
+    facts.append_line(path, run.make_record(SMALL, "fast", "qla", "1", timing.Timing(9.0, 9.0, 9.0, "graph"), FACTS, "bwd"))
+    assert run.main(["--show", str(path)]) == 0
+    forward, backward = capsys.readouterr().out.split("bwd, milliseconds")
+    assert forward.startswith("fwd, milliseconds") and "0.2500" in forward and "9.0000" not in forward
+    assert "9.0000" in backward and "0.2500" not in backward

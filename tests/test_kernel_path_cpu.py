@@ -16,16 +16,16 @@ from inputs import LENGTHS_WITH_GAPS, cu_seqlens_of, make_inputs, make_state
 from numeric import assert_bitwise_equal, assert_close
 
 import qla
-from qla import checks
+from qla.autograd import head_slices, workspace_limit
 from qla.device import DeviceSpec
-from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule
+from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
-pytestmark = pytest.mark.filterwarnings("ignore:qla has no backward kernel:RuntimeWarning")
 SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
 
 
 class StandIns:
-    """Records the launches; ``kkt_solve`` and ``fwd_fused`` have the kernels' signatures."""
+    """Records the launches; the other methods have the kernels' signatures. The scans compute nothing: they note what they got, and
+    ``bwd_fused`` makes all gradients of the slice from it."""
 
     def __init__(self):
         self.launches = []
@@ -80,13 +80,77 @@ class StandIns:
         if final_state is not None:
             final_state.copy_(final)
 
+    @staticmethod
+    def num_slots(tokens, num_seqs, seq_len):
+        return num_seqs * -(-seq_len // 64) if seq_len > 0 else tokens // 64 + num_seqs + 1
+
+    def check_scan(self, name, x, k, states, head0, state, num_seqs, seq_len):
+        self.launches.append((name, head0, states.shape[1]))
+        self.check("x", x, (len(k), x.shape[1], 128), k.dtype)
+        slots = self.num_slots(len(k), num_seqs, seq_len)
+        self.check("states", states, (slots, states.shape[1], 128, 128), k.dtype)
+        if state is not None:
+            self.check("state", state, (num_seqs, x.shape[1], 128, 128), torch.float32)
+        states.fill_(math.nan)
+
+    def scan_states(self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms):
+        self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
+        self.initial_state, self.state_v_first = initial_state, state_v_first
+
+    def scan_state_gradients(
+        self,
+        q,
+        k,
+        do,
+        g_cum,
+        beta,
+        A,
+        states,
+        head0,
+        final_grad,
+        initial_grad,
+        scale,
+        cu_seqlens,
+        num_seqs,
+        seq_len,
+        state_v_first,
+        num_sms,
+    ):
+        self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
+        self.final_grad, self.initial_grad = final_grad, initial_grad
+
+    def bwd_fused(
+        self, q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
+    ):
+        self.launches.append(("bwd_fused", head0, states.shape[1]))
+        ratio, heads = v.shape[1] // k.shape[1], slice(head0, head0 + states.shape[1])
+        keys = slice(head0 // ratio, heads.stop // ratio)
+        inputs = (q[:, keys], k[:, keys], v[:, heads], g_cum[:, heads], beta[:, heads], do[:, heads])
+        q, k, v, sums, beta, do = self.batched(cu_seqlens, num_seqs, seq_len, *(x.contiguous() for x in inputs))
+        start, end = (None if x is None else x[:, heads] for x in (self.initial_state, self.final_grad))
+        gates = gates_from_chunk_sums(sums, cu_seqlens)
+        *grads, dh0 = chunked_gradients(q, k, v, gates, beta, scale, start, do, end, self.state_v_first, cu_seqlens)
+        for out, part, x in zip((dq, dk, dv, dg, dbeta), (keys, keys, heads, heads, heads), grads, strict=True):
+            out[:, part] = x.flatten(0, 1)
+        if self.initial_grad is not None:
+            self.initial_grad[:, heads] = dh0
+
+
+KERNELS = {
+    "kkt_solve": ["kkt_solve"],
+    "fwd_fused": ["fwd_fused"],
+    "cp_prep": ["num_slots", "scan_states", "scan_state_gradients"],
+    "bwd_fused": ["bwd_fused"],
+}
+
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     stand_ins = StandIns()
-    for name in ("kkt_solve", "fwd_fused"):
+    for name, functions in KERNELS.items():
         module = types.ModuleType(f"qla.kernels.{name}")
-        setattr(module, name, getattr(stand_ins, name))
+        for function in functions:
+            setattr(module, function, getattr(stand_ins, function))
         monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
     monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
     monkeypatch.setattr("qla.autograd.device_spec", lambda device: SPEC)
@@ -248,12 +312,61 @@ class TestGradients:
         for actual, expected in zip(*grads, strict=True):
             assert_bitwise_equal(actual, expected)
 
-    def test_one_warning_about_the_slow_backward(self, rng, monkeypatch):
-        monkeypatch.setattr(checks, "_warned", set())
-        with pytest.warns(RuntimeWarning, match="qla has no backward kernel yet") as caught:
-            for _ in range(2):
-                qla.chunk_gated_delta_rule(*make_inputs(rng, 10).to(torch.bfloat16).leaves())[0].sum().backward()
-        assert len(caught) == 1
+    def test_slices_of_heads_fit_into_the_workspace(self, rng, kernels, monkeypatch):
+        inputs = make_inputs(rng, 200, key_heads=3, value_heads=6, dtype=torch.bfloat16)
+        state = make_state(rng, inputs).float()
+        bytes_a_head = 2 * 4 * 128 * 128 * 2
+        grads = []
+        for limit, slices in ((2**31, [(0, 6)]), (4 * bytes_a_head, [(0, 2), (2, 4)]), (1, [(0, 2), (2, 2), (4, 2)])):
+            monkeypatch.setenv("QLA_WORKSPACE_BYTES", str(limit))
+            kernels.launches.clear()
+            leaves = [*inputs.leaves(), state.clone().requires_grad_()]
+            o, final = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], output_final_state=True)
+            grads.append(torch.autograd.grad(o.float().square().sum() + final.square().sum(), leaves))
+            names = ("scan_states", "scan_state_gradients", "bwd_fused")
+            assert kernels.launches[2:] == [(name, *part) for part in slices for name in names]
+        for other in grads[1:]:
+            for a, b in zip(grads[0], other, strict=True):
+                assert_close(b, a, 1e-6)
+
+    def test_twice_is_refused(self, rng):
+        leaves = make_inputs(rng, 70, dtype=torch.bfloat16).leaves()
+        (dq,) = torch.autograd.grad(qla.chunk_gated_delta_rule(*leaves)[0].float().sum(), leaves.q, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            dq.float().square().sum().backward()
+
+
+def test_slices_are_whole_groups():
+    assert list(head_slices(16, 32, 100, 10**9)) == [(0, 32)]
+    assert list(head_slices(16, 32, 100, 1300)) == [(0, 10), (10, 10), (20, 12)]
+    assert list(head_slices(2, 16, 100, 1)) == [(0, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("text", ["", "123", "2 GiB", "-1", "1e9"])
+def test_workspace_limit(text, monkeypatch):
+    monkeypatch.setenv("QLA_WORKSPACE_BYTES", text)
+    if text in ("", "123"):
+        assert workspace_limit() == (int(text) if text else 2**31)
+    else:
+        with pytest.raises(ValueError, match="QLA_WORKSPACE_BYTES must be a number of bytes, got"):
+            workspace_limit()
+
+
+@pytest.mark.parametrize("scale", [None, -0.7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_low_level_backward_entry(rng, packed, scale):
+    inputs = make_inputs(rng, 150, batch=1 if packed else 2, key_dim=40, dtype=torch.bfloat16)
+    options = {"cu_seqlens": cu_seqlens_of([70, 0, 60], torch.int64) if packed else None, "state_v_first": True}
+    state = make_state(rng, inputs, 3 if packed else 2).float().transpose(-1, -2)
+    g_cum, A, o, final = qla.chunk_gated_delta_rule_fwd(*inputs, scale, state, True, **options)
+    do, dht = torch.randn(o.shape, generator=rng).bfloat16(), torch.randn(final.shape, generator=rng)
+    got = qla.chunk_gated_delta_rule_bwd(*inputs[:3], g_cum, inputs.beta, A, scale, state, do, dht, **options)
+    leaves = [*inputs.leaves(), state.clone().requires_grad_()]
+    results = qla.chunk_gated_delta_rule(*leaves[:5], scale, leaves[5], True, **options)
+    for name, a, b in zip(("dq", "dk", "dv", "dg", "dbeta", "dh0"), got, torch.autograd.grad(results, leaves, (do, dht)), strict=True):
+        assert a.is_contiguous() and a.shape == b.shape, name
+        assert a.dtype == (torch.bfloat16 if name in ("dq", "dk", "dv") else torch.float32), name
+        assert_bitwise_equal(a.to(b.dtype), b, name)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -13,6 +13,7 @@ from problems import (
     gpu_marks,
     make_inputs,
     nan_filled_empty,  # noqa: F401
+    near_equal_keys,
     relative,
     worst_state,
 )
@@ -129,16 +130,6 @@ def test_heads_that_decay_beside_heads_that_do_not(slow, norm, rng):
 
 
 # Keys
-
-
-def near_equal_keys(rng, beta, spread, dtype, tokens=(256, 65)) -> Inputs:
-    """Keys within ``spread`` of one direction, no decay: the inverse has no small off-diagonal part to neglect."""
-    x = make_inputs(rng, list(tokens), (2, 4), dtype=dtype, gates="none")
-    k = torch.randn(x.k.shape, generator=rng) * spread
-    k[..., 0] += 1
-    k = torch.nn.functional.normalize(k, dim=-1).to(x.k.device, dtype)
-    betas = 2 * torch.rand(x.beta.shape, generator=rng) if beta == "up to 2" else torch.full(x.beta.shape, beta)
-    return x.with_(k=k, beta=betas.to(x.beta.device))
 
 
 @DTYPES

@@ -1,4 +1,4 @@
-"""Errors of o and the final state beside fla's on the same inputs: no worse than 1.2 times.
+"""Errors of o, the final state and every gradient beside fla's on the same inputs: no worse than 1.2 times.
 
 fla compiles and tunes its Triton kernels for each head configuration (about a minute for the first), so one is used for all.
 """
@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from gradients import NAMES, Losses, exact_gradients, gradients_of, make_losses
 from problems import DEVICE, Inputs, gpu_marks, make_inputs, relative, worst_of
 
 # fla would hand the call over to flash-qla where that is installed. Read by fla at its first call.
@@ -76,4 +77,39 @@ def test_error_beside_fla(kind, fla, rng, record_property):
                 failed.append(lines[-1])
     record_property("errors", lines)
     print(f"{kind}: {'; '.join(lines)} (fla's call took {took:.1f} s)")
+    assert not failed, "; ".join(failed)
+
+
+# fla tunes its backward kernels slowly: few kinds, and the loss on o alone for two of them.
+BACKWARD_KINDS = [(kind, "o and state") for kind in ("fast", "no decay", "mixed", "nearly equal keys", "packed with tails")]
+BACKWARD_KINDS += [("fast", "o"), ("packed with tails", "o")]
+
+
+@pytest.mark.parametrize("kind, losses", BACKWARD_KINDS)
+def test_gradients_beside_fla(kind, losses, fla, rng, record_property):
+    x = make_case(kind, rng)
+    given = make_losses(rng, x)
+    if losses == "o":
+        given = Losses(given.do, None)
+    ours = gradients_of(x, given)
+    started = time.monotonic()
+    theirs = gradients_of(
+        x,
+        given,
+        lambda y: fla(*y.tensors, initial_state=y.h0, output_final_state=True, cu_seqlens=None if y.cu is None else y.cu.long()),
+    )
+    torch.cuda.synchronize()
+    took = time.monotonic() - started
+    expected = exact_gradients(x, given)
+    lines, failed = [], []
+    for name in NAMES:
+        error, peer = relative(ours[name], expected[name]), relative(theirs[name], expected[name])
+        part = "state" if name == "h0" else "o"
+        worst, peer_worst = worst_of(part, ours[name], expected[name]), worst_of(part, theirs[name], expected[name])
+        # The worst part is one sample of many: recorded, not judged.
+        lines.append(f"d{name}: {error:.2e}, fla {peer:.2e}; worst part {worst:.2e}, fla {peer_worst:.2e}")
+        if not error <= FACTOR * peer + 1e-6:
+            failed.append(lines[-1])
+    record_property("errors", lines)
+    print(f"{kind}, loss on {losses}: {'; '.join(lines)} (fla's calls took {took:.1f} s)")
     assert not failed, "; ".join(failed)

@@ -1,4 +1,4 @@
-"""The call surface on a GPU: fla's arguments, dtypes, views, paths without kernels, errors before a launch, gradients."""
+"""The call surface on a GPU: fla's arguments, dtypes, views, paths without kernels, errors before a launch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from problems import (
     DEVICE,
     FLOOR,
     NAN_FILLED,
+    VIEWS,
     Inputs,
     assert_accurate,
     assert_same_bits,
-    cu_of,
     gpu_marks,
     make_inputs,
     nan_filled_empty,  # noqa: F401
     relative,
+    views_of,
 )
-from torch.utils.checkpoint import checkpoint
 
 import qla
 from qla import checks
@@ -118,38 +118,11 @@ def test_dtypes_of_offsets(rng):
 # Views
 
 
-def as_view(x: Inputs, kind: str) -> Inputs:
-    """The same values behind other strides or addresses."""
-
-    def view(t: torch.Tensor) -> torch.Tensor:
-        if kind == "heads first":
-            return t.transpose(1, 2).contiguous().transpose(1, 2)
-        if kind == "time first":
-            return t.transpose(0, 1).contiguous().transpose(0, 1)
-        if kind == "slice of the last axis":
-            return torch.cat([t, t], -1)[..., : t.shape[-1]]
-        if kind == "slice of tokens":
-            return torch.cat([t[:, :3], t, t[:, :1]], 1)[:, 3:-1]
-        if kind == "misaligned":
-            whole = t.new_empty(t.numel() + 1)
-            whole[1:] = t.flatten()
-            return whole[1:].view(t.shape)
-        if kind == "every second":
-            return torch.stack([t, t + 1], -1).flatten(-2)[..., ::2]
-        raise ValueError(kind)
-
-    h0 = x.h0.transpose(0, 1).contiguous().transpose(0, 1) if kind == "heads first" else view(x.h0)
-    return Inputs(*(view(t) for t in x.tensors), h0, x.cu)
-
-
-KINDS = ["heads first", "time first", "slice of the last axis", "slice of tokens", "misaligned", "every second"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("tokens", [[70, 65], 70], ids=str)
 def test_views_give_the_same_bits(tokens, kind, rng):
     x = make_inputs(rng, tokens, batch=1 if isinstance(tokens, list) else 8)
-    assert_same_bits(as_view(x, kind).run(), x.run(), kind)
+    assert_same_bits(views_of(x, kind).run(), x.run(), kind)
 
 
 def test_split_and_expanded_views(rng):
@@ -237,77 +210,3 @@ def test_errors_come_before_a_launch(rng, monkeypatch):
     with pytest.raises(NotImplementedError):
         x.run(cp_context=object())
     assert_accurate(x, x.run())
-
-
-# Gradients: the forward by the kernels, the backward in PyTorch
-
-
-def with_gradients(x: Inputs, names: tuple[str, ...]) -> Inputs:
-    return x.with_(**{name: getattr(x, name).detach().clone().requires_grad_() for name in names})
-
-
-def gradients(x: Inputs, names: tuple[str, ...], do: torch.Tensor | None, dht: torch.Tensor | None, call=None) -> dict[str, torch.Tensor]:
-    x = with_gradients(x, names)
-    o, state = (call or Inputs.run)(x)
-    outputs = [(t, d) for t, d in ((o, do), (state, dht)) if d is not None]
-    leaves = [getattr(x, name) for name in names]
-    found = torch.autograd.grad([t for t, _ in outputs], leaves, [d.to(t.dtype) for t, d in outputs], allow_unused=True)
-    return {name: torch.zeros_like(leaf) if d is None else d for name, leaf, d in zip(names, leaves, found, strict=True)}
-
-
-ALL = ("q", "k", "v", "g", "beta", "h0")
-
-
-@pytest.mark.filterwarnings("ignore:qla has no backward kernel")
-@pytest.mark.parametrize("losses", ["both", "o", "state"])
-@pytest.mark.parametrize("tokens", [[70, 0, 65], 100], ids=str)
-def test_gradients(tokens, losses, rng):
-    x = make_inputs(rng, tokens)
-    do = torch.randn(x.v.shape, generator=rng).to(DEVICE) if losses != "state" else None
-    dht = torch.randn(x.h0.shape, generator=rng).to(DEVICE) if losses != "o" else None
-    got = gradients(x, ALL, do, dht)
-    wide = Inputs(*(t.double() for t in x.tensors), x.h0.double(), x.cu)
-    # do as the kernels' o receives it: rounded to o's dtype
-    rounded_do = None if do is None else do.to(x.q.dtype).double()
-    allowed = {"q": 1e-2, "k": 1e-2, "v": 1e-2, "g": 2e-2, "beta": 2e-2, "h0": 1e-2}
-    expected = gradients(wide, ALL, rounded_do, dht, Inputs.exact)
-    for name in ALL:
-        assert got[name].dtype == getattr(x, name).dtype
-        error = relative(got[name], expected[name])
-        assert error < allowed[name], f"d{name}: {error:.2e}"
-
-
-@pytest.mark.filterwarnings("ignore:qla has no backward kernel")
-def test_gradients_of_some_inputs_and_under_checkpointing(rng):
-    x = make_inputs(rng, [70, 65])
-    do = torch.randn(x.v.shape, generator=rng).to(DEVICE)
-    every = gradients(x, ALL, do, None)
-    for name in ALL:
-        alone = gradients(x, (name,), do, None)
-        assert relative(alone[name], every[name]) < 1e-6, name
-    y = with_gradients(x, ALL)
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return qla.chunk_gated_delta_rule(*tensors[:5], initial_state=tensors[5], cu_seqlens=x.cu)[0]
-
-    o = checkpoint(call, *(getattr(y, name) for name in ALL), use_reentrant=False)
-    o.backward(do.to(o.dtype))
-    for name in ALL:
-        assert relative(getattr(y, name).grad, every[name]) < 1e-6, name
-
-
-@pytest.mark.filterwarnings("ignore:qla has no backward kernel")
-def test_no_gradient_for_rows_that_no_sequence_owns(rng):
-    x = make_inputs(rng, 120).with_(cu=cu_of([70]))
-    do = torch.ones(x.v.shape, device=DEVICE)
-    for name, grad in gradients(x, ALL, do, None).items():
-        assert torch.isfinite(grad).all(), name
-        if name != "h0":
-            assert bool((grad[:, 70:] == 0).all()), name
-
-
-def test_no_gradient_mode_keeps_nothing(rng):
-    x = with_gradients(make_inputs(rng, 70), ALL)
-    with torch.no_grad():
-        o, state = x.run()
-    assert not o.requires_grad and not state.requires_grad

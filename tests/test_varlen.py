@@ -19,6 +19,7 @@ from problems import (
     nan_filled_empty,  # noqa: F401
     relative,
     synchronise,
+    with_garbage_rows,
 )
 
 from qla.reference import chunked_gated_delta_rule
@@ -48,12 +49,6 @@ def test_all_rows_unowned(dtype, rng):
     o, final = x.run()
     assert bool((o == 0).all())
     assert torch.equal(final, x.h0)
-
-
-def with_garbage_rows(x: Inputs, count: int, value: float) -> Inputs:
-    """``count`` rows past the last sequence, holding ``value``."""
-    longer = [torch.cat([t, t.new_full((1, count, *t.shape[2:]), value)], 1) for t in x.tensors]
-    return Inputs(*longer, x.h0, x.cu)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])

@@ -46,32 +46,28 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
 
-import tilelang
 import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla.kernels.ws import (
     CHUNK,
+    FULL_ROW,
+    HALF,
     HEAD_DIM,
-    REGS_PER_SM,
+    PASS_CONFIGS,
     SMEM_LIMIT_SM90,
     WARP,
     WARPGROUP,
     Ring,
     compile_kernel,
     device_source,
+    launch_registers,
+    load_state,
+    score_role,
     state_fragment,
+    store_state,
 )
-
-HALF = 64  # columns of K a state fragment covers: halves let U of the first start while S of the second is in flight
-FULL_ROW = T.GemmWarpPolicy.FullRow
-PASS_CONFIGS = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # every barrier is ours
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # bounds too: checks cost registers where none are left
-    tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,  # fragments filled by device functions look unwritten to it
-}
 
 
 class Role(IntEnum):
@@ -98,14 +94,14 @@ class FwdConfig:
         if self.block_v not in REGS:
             raise ValueError(f"block_v must be one of {tuple(REGS)}, got {self.block_v}")
         registers = sum(self.regs[role] * self.role_threads(role) for role in Role)
-        if registers > REGS_PER_SM:
-            raise ValueError(f"registers {registers} > {REGS_PER_SM}: {self.regs}")
+        if registers > launch_registers(self.threads):
+            raise ValueError(f"registers {registers} > {launch_registers(self.threads)}: {self.regs}")
         if self.smem_bytes > SMEM_LIMIT_SM90:
             raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
 
     @property
-    def cuda_type(self) -> str:
-        return {"bfloat16": "bfloat16_t", "float16": "half_t"}[self.dtype]
+    def is_half(self) -> str:
+        return str(self.dtype == "float16").lower()
 
     @property
     def regs(self) -> dict[Role, int]:
@@ -142,19 +138,6 @@ class FwdConfig:
 
 
 CONFIGS = tuple(FwdConfig(block_v, dtype) for dtype in ("bfloat16", "float16") for block_v in (128, 64))
-
-
-@T.macro
-def load_state(s, H0, base, v0, v_first, use_h0, tx):
-    T.clear(s.S0)
-    T.clear(s.S1)
-    if use_h0 != 0:
-        T.call_extern("int32", "qla_load_state", T.address_of(H0[base]), v0, v_first, s.S0.data, s.S1.data, tx)
-
-
-@T.macro
-def store_state(s, HT, base, v0, v_first, tx):
-    T.call_extern("int32", "qla_store_state", T.address_of(HT[base]), v0, v_first, s.S0.data, s.S1.data, tx)
 
 
 @T.macro
@@ -227,7 +210,7 @@ def hand_output(cfg, s, i, p_ring, o_ring, tx):
     T.warpgroup_fence_operand(s.O, num_regs=32)
     p_ring.release(i)
     # the store warp fences: that orders these stores before its TMA store, and costs nothing here
-    T.call_extern("int32", f"qla_store_transposed<{cfg.cuda_type}>", s.O.data, T.access_ptr(s.o[0, 0], "r"), tx)
+    T.call_extern("int32", f"qla_store_transposed_rounded<{cfg.is_half}>", s.O.data, T.access_ptr(s.o[0, 0], "r"), tx)
     o_ring.commit(i)
 
 
@@ -266,25 +249,6 @@ def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
     T.warpgroup_fence_operand(s.S0, num_regs=32)
     T.warpgroup_fence_operand(s.S1, num_regs=32)
     hand_output(cfg, s, num_chunks - 1, p_ring, o_ring, tx)
-
-
-@T.macro
-def score_role(cfg, s, tiles, p_ring, num_chunks):
-    for i in T.serial(num_chunks):
-        tiles.wait(i)
-        # P = s Lower(Gamma * Q K^T); the mask comes after the exponential, where an upper entry may be infinite
-        T.wgmma_gemm(s.q[i % cfg.stages, :, :], s.k[i % cfg.stages, :, :], s.P, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(s.P, num_regs=32)
-        for r, c in T.Parallel(CHUNK, CHUNK):
-            s.P[r, c] *= T.exp2(s.g_scaled[i % cfg.stages, r] - s.g[i % cfg.stages, c])
-        for r, c in T.Parallel(CHUNK, CHUNK):
-            s.Pb[r, c] = T.if_then_else(r >= c, s.P[r, c], 0.0)
-        p_ring.acquire(i)
-        T.copy(s.Pb, s.p)
-        T.fence_proxy_async()
-        p_ring.commit(i)
-        tiles.release(i)
 
 
 @T.macro

@@ -23,36 +23,6 @@ enum Field { kRows, kRow0, kHead, kKey, kKeys, kPhase, kIndex, kSeq };
 
 // ------------------------------------------------------------------------------------------------ finding a unit's tokens
 
-struct Range {
-  int seq, begin, end, slot0;  // slot0: first chunk slot of the sequence
-};
-
-// The sequence that owns a chunk slot: the last n with base(n) <= slot, base(n) = cu[n] / 64 + n strictly increasing. Lane l probes
-// base(lo + l * step). The search begins at the block's previous sequence (slots only grow) with step 1, which nearly always answers
-// at once; if not, it narrows the rest 32-fold a round. Offsets are clamped, so wrong ones cannot lead out of the tensors.
-__device__ __forceinline__ Range find_sequence(const int* cu, int num_seqs, int tokens, int slot, int lo, int lane) {
-  int step = 1, hi = num_seqs + 1;
-  for (bool first = true;; first = false) {
-    const long long probe = lo + (long long)lane * step;
-    const bool inside = probe <= num_seqs;
-    const int offset = inside ? min(max(__ldg(cu + probe), 0), tokens) : tokens;
-    const bool below = inside && (offset >> 6) + (int)probe <= slot;
-    const int count = __popc(__ballot_sync(kAll, below));
-    if (step == 1 && count < 32) {
-      const int owner = max(count - 1, 0), seq = min(lo + owner, num_seqs);
-      const int begin = __shfl_sync(kAll, offset, owner), end = __shfl_sync(kAll, offset, owner + 1);
-      return {seq, begin, max(begin, end), (begin >> 6) + seq};
-    }
-    if (first) {
-      lo += 31;
-    } else {
-      lo += max(count - 1, 0) * step;
-      if (step > 1) hi = (int)min((long long)hi, (long long)lo + step);
-    }
-    step = max((hi - lo + 31) / 32, 1);
-  }
-}
-
 // Writes the record of the first unit at or after `index` (in steps of `stride`) that has rows; rows = 0 says that none is left.
 // One warp calls it. `seq` is a sequence at or before the unit's own, `phase` the number of key loads before the unit.
 __device__ __forceinline__ void find_unit(int* unit, int index, int seq, int phase, const int* cu, int tokens, int value_heads, int ratio,
@@ -65,21 +35,9 @@ __device__ __forceinline__ void find_unit(int* unit, int index, int seq, int pha
   for (; rows == 0 && index < slots * groups; index += stride) {
     const int slot = index / groups;
     head = (index - slot * groups) * 4;
-    if (seq_len > 0) {
-      seq = slot / slots_per_seq;
-      const int first = (slot - seq * slots_per_seq) * kChunk;
-      row0 = seq * seq_len + first;
-      rows = min(kChunk, seq_len - first);
-    } else {
-      const Range r = find_sequence(cu, num_seqs, tokens, slot, seq, lane);
-      const int chunk = slot - r.slot0;
-      seq = r.seq;
-      if (chunk >= 0 && chunk <= (r.end - r.begin - 1) >> 6) {  // not chunk * 64 < length: the product may overflow
-        row0 = r.begin + chunk * kChunk;
-        rows = min(kChunk, r.end - row0);
-        if (seq == num_seqs) rows = -rows;  // rows past the last sequence
-      }
-    }
+    const QlaChunk chunk = qla_find_chunk(cu, num_seqs, seq_len, tokens, slot, seq, lane);
+    row0 = chunk.row0;
+    rows = chunk.rows;
   }
   if (lane == 0) {
     const int key = head / ratio, last = min(head + 3, value_heads - 1);

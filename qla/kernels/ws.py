@@ -22,6 +22,22 @@ HEAD_DIM = 128  # K = V = 128: narrower heads are padded by the caller
 SMEM_LIMIT_SM90 = 232448  # bytes a block may opt in to
 REGS_PER_SM = 65536
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
+HALF = 64  # columns of K a state fragment covers: halves let products with the first start while those of the second are in flight
+FULL_ROW = T.GemmWarpPolicy.FullRow
+PASS_CONFIGS = {  # of the warp-specialised kernels
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # every barrier is ours
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # bounds too: checks cost registers where none are left
+    tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,  # fragments filled by device functions look unwritten to it
+}
+
+
+def launch_registers(threads: int) -> int:
+    """Registers that a block of so many threads is launched with, one block an SM: what its roles may have together.
+
+    A role that asks for more than the others have given back waits for ever.
+    """
+    return min(255, REGS_PER_SM // threads) // 8 * 8 * threads
 
 
 @T.meta_class
@@ -51,6 +67,40 @@ class Ring:
     @T.inline
     def release(self, i):  # consumer: slot i may be overwritten
         T.barrier_arrive(self.empty[i % self.depth])
+
+
+@T.macro
+def load_state(s, H0, base, v0, v_first, use_h0, tx):
+    """S^T [V, K] into the fragments s.S0 and s.S1: from memory, or zero."""
+    T.clear(s.S0)
+    T.clear(s.S1)
+    if use_h0 != 0:
+        T.call_extern("int32", "qla_load_state", T.address_of(H0[base]), v0, v_first, s.S0.data, s.S1.data, tx)
+
+
+@T.macro
+def store_state(s, HT, base, v0, v_first, tx):
+    T.call_extern("int32", "qla_store_state", T.address_of(HT[base]), v0, v_first, s.S0.data, s.S1.data, tx)
+
+
+@T.macro
+def score_role(cfg, s, tiles, p_ring, num_chunks):
+    """P = s Lower(Gamma * Q K^T) of every chunk, into s.p."""
+    for i in T.serial(num_chunks):
+        tiles.wait(i)
+        # the mask comes after the exponential, where an upper entry may be infinite
+        T.wgmma_gemm(s.q[i % cfg.stages, :, :], s.k[i % cfg.stages, :, :], s.P, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(s.P, num_regs=32)
+        for r, c in T.Parallel(CHUNK, CHUNK):
+            s.P[r, c] *= T.exp2(s.g_scaled[i % cfg.stages, r] - s.g[i % cfg.stages, c])
+        for r, c in T.Parallel(CHUNK, CHUNK):
+            s.Pb[r, c] = T.if_then_else(r >= c, s.P[r, c], 0.0)
+        p_ring.acquire(i)
+        T.copy(s.Pb, s.p)
+        T.fence_proxy_async()
+        p_ring.commit(i)
+        tiles.release(i)
 
 
 def state_fragment(rows: int, cols: int) -> T.Fragment:
@@ -90,5 +140,6 @@ def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.Pass
 
 @functools.cache
 def device_source(kernel_file: str) -> str:
-    """CUDA C++ beside a kernel file, NAME.cuh for NAME.py: what TileLang has no words for."""
-    return Path(kernel_file).with_suffix(".cuh").read_text()
+    """CUDA C++ that TileLang has no words for: what the kernel files share, then NAME.cuh beside NAME.py where there is one."""
+    own = Path(kernel_file).with_suffix(".cuh")
+    return "\n".join(path.read_text() for path in (Path(__file__).with_suffix(".cuh"), own) if path.exists())
