@@ -56,6 +56,38 @@ def kernel_calls(case: Case) -> dict[str, Callable[[], object]]:
     return {"kkt_solve": solve, "fwd_fused": fused}
 
 
+def backward_kernel_calls(case: Case) -> dict[str, Callable[[], object]]:
+    """Each backward kernel alone on the case, all heads in one slice, no gradient of the final state."""
+    from qla.device import device_spec
+    from qla.kernels.bwd_fused import bwd_fused
+    from qla.kernels.cp_prep import num_slots, scan_state_gradients, scan_states
+    from qla.kernels.kkt_solve import kkt_solve
+
+    num_sms = device_spec(case.q.device).sm_count
+    q, k, v, g, beta, do = (x[0].contiguous() for x in (case.q, case.k, case.v, case.g, case.beta, case.do))
+    num_seqs, seq_len = len(case.shape.sequence_lengths), 0
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(torch.int32)
+    if cu_seqlens is None:
+        seq_len = case.shape.tokens
+    place = (cu_seqlens, num_seqs, seq_len)
+    g_cum, A = kkt_solve(k, g, beta, torch.empty_like(v), *place, num_sms)
+    states, state_grads = torch.empty(2, num_slots(len(q), num_seqs, seq_len), case.shape.hv, 128, 128, dtype=q.dtype, device=q.device)
+    gradients = [torch.empty_like(x) for x in (q, k, v, g_cum, beta)]
+
+    def scan() -> None:
+        scan_states(k, v, g_cum, beta, A, states, 0, None, *place, False, num_sms)
+
+    def reverse_scan() -> None:
+        scan_state_gradients(q, k, do, g_cum, beta, A, state_grads, 0, None, None, case.scale, *place, False, num_sms)
+
+    def fused() -> None:
+        bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, *gradients, 0, case.scale, *place, num_sms)
+
+    scan()
+    reverse_scan()
+    return {"scan_states": scan, "scan_state_gradients": reverse_scan, "bwd_fused": fused}
+
+
 def us_per_chunk(case: Case, fused_ms: float, num_sms: int) -> tuple[int, float]:
     """(columns of V a block owns, microseconds a chunk takes on the busiest SM)."""
     lengths, hv = case.shape.sequence_lengths, case.shape.hv

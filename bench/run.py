@@ -33,7 +33,7 @@ if not __package__:  # run as a file: the repository root belongs on the path, t
 from bench.cases import Case, make_case  # noqa: E402
 from bench.directions import DIRECTIONS, Direction, limit_of  # noqa: E402
 from bench.facts import append_line, environment, read_lines  # noqa: E402
-from bench.kernels import PROTOTYPE_US, kernel_calls, us_per_chunk  # noqa: E402
+from bench.kernels import PROTOTYPE_US, backward_kernel_calls, kernel_calls, us_per_chunk  # noqa: E402
 from bench.providers import PROVIDERS, Provider, use_own_path_of_fla  # noqa: E402
 from bench.shapes import GATES, SETS, Shape, parse_shape  # noqa: E402
 from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
@@ -206,7 +206,10 @@ class Bench:
         print(format_row(row), flush=True)
         ready.clear()
         if self.kernels and any(provider.name == OWN for provider in self.providers):
-            self.run_kernels(row, case)
+            if self.direction == "fwd":
+                self.run_kernels(row, case)
+            else:
+                self.run_backward_kernels(row, case)
 
     def free_memory(self) -> None:
         if self.device != "cpu":
@@ -244,6 +247,14 @@ class Bench:
             self.record(row, f"{OWN}:{name}", version, timing, extra)
         times = ", ".join(f"{name} {timing.ms * 1e3:.1f} us" for name, timing in timings.items())
         print(f"    {times}; fused {us:.2f} us a chunk and block of V={columns} (prototype {PROTOTYPE_US[columns]})", flush=True)
+
+    def run_backward_kernels(self, row: Row, case: Case) -> None:
+        """Times each of our backward kernels apart."""
+        version = next(provider.version for provider in self.providers if provider.name == OWN)
+        timings = self.timer({name: self.ready_up(at_once(call)) for name, call in backward_kernel_calls(case).items()}, reps=self.reps)
+        for name, timing in timings.items():
+            self.record(row, f"{OWN}:{name}", version, timing, {})
+        print(f"    {', '.join(f'{name} {timing.ms * 1e3:.1f} us' for name, timing in timings.items())}", flush=True)
 
 
 def format_row(row: Row) -> str:
@@ -291,7 +302,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--providers", type=_list_of(PROVIDERS), default=[OWN], help=f"from {', '.join(PROVIDERS)} (default: {OWN})")
     parser.add_argument("--gates", type=_list_of(GATES), default=["fast"], help=f"from {', '.join(GATES)} (default: fast)")
     parser.add_argument("--direction", choices=list(DIRECTIONS), default="fwd", help="which pass to time (default: fwd)")
-    parser.add_argument("--kernels", action="store_true", help="also time each of our forward kernels apart")
+    parser.add_argument("--kernels", action="store_true", help="also time each of our kernels apart")
     parser.add_argument("--reps", type=int, default=30, help="timed rounds (default: 30)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further measurement begins")
     parser.add_argument("--name", default=None, help="results go to RESULTS/NAME.jsonl (default: DIRECTION_SET)")
@@ -304,8 +315,6 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.kernels and args.direction == "bwd":
-        parser.error("--kernels times the forward kernels: it cannot be combined with --direction bwd")
     return args
 
 

@@ -408,9 +408,6 @@ def test_backward_arguments(capsys):
     args = run.parse_arguments(["--direction", "bwd", "--set", "targets", "--heads", "2/4"])
     assert len(run.chosen_shapes(args)) == 8
     assert run.chosen_shapes(run.parse_arguments(["--direction", "bwd"])) == list(BACKWARD_SETS["quick"])
-    with pytest.raises(SystemExit):
-        run.parse_arguments(["--direction", "bwd", "--kernels"])
-    assert "--kernels times the forward kernels" in capsys.readouterr().err
     assert [provider.name for provider in run.usable_providers(["qla", "flashinfer"], "bwd")] == ["qla"]
     assert "skipped flashinfer: has no backward pass" in capsys.readouterr().out
 
@@ -459,6 +456,31 @@ def test_kernels_are_timed_apart(lengths, tmp_path, monkeypatch, capsys):
     }
     assert lines[2]["block_v"] == 64 and lines[2]["us_per_chunk"] == pytest.approx(200 / (2 if packed else 1))
     assert "prototype 1.3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lengths", ["70+64", "64"])
+def test_backward_kernels_are_timed_apart(lengths, tmp_path, monkeypatch):
+    launches = []
+
+    def launch(name):
+        def function(*tensors):
+            launches.append(name)
+            assert all(x.is_contiguous() for x in tensors if isinstance(x, torch.Tensor))
+
+        return function
+
+    solve = SimpleNamespace(kkt_solve=lambda k, g, *rest: (g, torch.zeros(*g.shape, 64)))
+    scans = {name: launch(name) for name in ("scan_states", "scan_state_gradients")}
+    monkeypatch.setitem(sys.modules, "qla.kernels.kkt_solve", solve)
+    monkeypatch.setitem(sys.modules, "qla.kernels.cp_prep", SimpleNamespace(num_slots=lambda *sizes: 5, **scans))
+    monkeypatch.setitem(sys.modules, "qla.kernels.bwd_fused", SimpleNamespace(bwd_fused=launch("bwd_fused")))
+    monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
+    names = ["scan_states", "scan_state_gradients", "bwd_fused"]
+    bench = make_bench(tmp_path, [fake_provider("qla")], dict.fromkeys(["qla", *names], 0.1), kernels=True, direction="bwd")
+    bench.run_backward_kernels(run.Row(Shape(1, 2, lengths), "fast"), make_case(Shape(1, 2, lengths), "fast", "cpu"))
+    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
+    assert [(line["provider"], line["direction"]) for line in lines] == [(f"qla:{name}", "bwd") for name in names]
+    assert launches[:2] == names[:2]
 
 
 def test_summary():

@@ -523,7 +523,8 @@ def test_thousands_of_short_sequences(rng):
 def test_one_long_and_thirty_short(rng):
     lengths = torch.randint(1, 81, (31,), generator=rng).tolist()
     lengths[11] = 3000 if DEVICE != "cpu" else 300
-    x = make_inputs(rng, lengths, (2, 4), gates="mixed")
+    # not "mixed": after 3000 tokens without decay dg of a tile is so ill conditioned that equally rounded runs differ by half
+    x = make_inputs(rng, lengths, (2, 4))
     losses = make_losses(rng, x)
     assert_gradients_accurate(x, losses, gradients_of(x, losses))
 

@@ -8,14 +8,14 @@ N = StrictLower(diag(beta) (Gamma * K K^T))):
     U   = K S                                   W   = diag(beta) V - diag(beta gamma) U       Vd = A W
     R   = diag(gamma_L/gamma) K dS              P   = s Lower(Gamma * Q K^T)                  dVd = R + P^T dO
     dW  = A^T dVd                               dV  = diag(beta) dW                           dU = -diag(gamma) dV
-    dA  = dVd W^T                               dN  = -StrictLower(A^T dA A^T)                dP = dO Vd^T
+    dP  = dO Vd^T                               dN  = -StrictLower(dW Vd^T), since A^T (dVd W^T) A^T = (A^T dVd) (A W)^T
     dQ  = s diag(gamma) dO S^T + E K            E   = s Lower(Gamma * dP)                     F = diag(beta) (Gamma * dN)
     dK  = diag(gamma_L/gamma) Vd dS^T + dU S^T + E^T Q + (F + F^T) K
     dbeta = rows of dW * (V - diag(gamma) U) and of Gamma * dN * K K^T
     dg_t: what tokens from t on read of S (rows of dU * U and of Q * first term of dQ), what tokens before t leave in the next state
           (rows of Vd * R), gamma_L <S, dS>, and the pairs on both sides of t, in StrictLower(dP * P) and dN * N: sums of what
           passes the gate, so that strong gates leave small sums and not small differences.
-E and F are summed over the group too, before their products. Nothing is divided by gamma or beta.
+Nothing is divided by gamma or beta.
 
 Shapes   Q, K, dQ, dK [N, H, 128], V, dO, dV [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulative gate), Beta, dG, dBeta [N, HV] fp32;
          S, dS [slots, heads, 128, 128] 16-bit, V-first, of heads head0 .. head0 + heads - 1 (whole groups). Heads, lengths and scale
@@ -23,7 +23,7 @@ Shapes   Q, K, dQ, dK [N, H, 128], V, dO, dV [N, HV, 128], A [N, HV, 64] 16-bit;
 Roles
     role     threads   regs   work
     LEFT     0-127      232   columns 0-63 of V, then of K; P, dP, E
-    RIGHT    128-255    232   columns 64-127; dA, dN, F
+    RIGHT    128-255    232   columns 64-127; dN, F
     IO       256-383     40   warp 0: TMA loads; warp 1: gates; warp 2: dV, dQ, dK to memory; warp 3: dg, dbeta
 Shared memory        bytes
     s   [128, 128]   32768   S
@@ -33,8 +33,8 @@ Shared memory        bytes
     v   [2, 64, 128] 32768   V, then W, then dV, which leaves from here
     do  [2, 64, 128] 32768
     a   [2, 64, 64]  16384
-    vd  [64, 128]    16384   Vd; at the end of a unit E and E^T, then dQ
-    dvd [64, 128]    16384   dVd, then A^T dA's right factor; at the end of a unit F and F^T, then dK
+    vd  [64, 128]    16384   Vd, then E and E^T; at the end of a unit dQ
+    dvd [64, 128]    16384   dVd, then dW, then F and F^T; at the end of a unit dK
     p   [64, 64]      8192   P^T
     sums [2, 448] fp32, dots [8] fp32, gates and betas [2, 64] fp32 each  4640  (static, with the barriers and the flag of a unit)
 Barriers
@@ -52,15 +52,16 @@ Barriers
     out.full        LEFT, RIGHT    IO 2                 256
     out.empty       IO 2           LEFT, RIGHT          32
     tail            IO 0           IO 0                 32: tiles of a chunk that is not whole are cleaned before they are handed on
-    named 1         LEFT, RIGHT    LEFT, RIGHT          256: both, four times a head and three a unit
+    named 1         LEFT, RIGHT    LEFT, RIGHT          256: both, four times a head and once a unit
     named 2, 3      LEFT | RIGHT   the same             128: a warpgroup alone
 Schedule of one head (= both wait for each other, | separates what runs while wgmma is in flight)
-    both    wait states, tiles | U, R | <S, dS> | W | (own) | Vd | scale R | = vd is free | rows of Vd * R, store Vd | wait P |
-            R + P^T dO | store dVd | = | dW, and RIGHT dA | = W is dead | store dV, sums | = | Vd dS^T, dV S^T, dO S^T by columns
-            of K | add | release states
-    LEFT    dP, Q K^T | E, sums; P of the next head                RIGHT   dA A^T | (own) | A^T (dA A^T), K K^T | F, sums
-    both    wait sums | store sums | commit sums | release tiles
-At the end of a unit: = E, F to vd, dvd | = | dQ += E K, dK += E^T Q + F K + F^T K | release keys | = store dQ, dK | commit out
+    both    wait states | U, R | wait tiles and sums, <S, dS> | W to v (own) | Vd | scale R | = vd and dvd are free | Vd to vd, its
+            products with R | wait P | R + P^T dO | A^T to registers | dVd to dvd (own) | dW | dV to v, dW to dvd, commit dV, sums = |
+            Vd dS^T, dW S^T | dK += | dO S^T | dK -=, sums | LEFT dP, RIGHT dW Vd^T | release states, dQ +=, sums | LEFT Q K^T,
+            RIGHT K K^T | E (LEFT), F (RIGHT), sums = to vd, to dvd = | dQ += E K, dK += E^T Q + F K + F^T K | LEFT P of the next
+            head | store and commit sums | release tiles
+    (own): a warpgroup waits for itself. At the end of a unit: release keys = dQ, dK to vd, dvd | commit out
+    IO 0    a head ahead: tiles; prefetch to L2 what follows, and wait for its place: states; at the first head of a unit q and k
 """
 
 import functools
@@ -337,7 +338,7 @@ def wait_for_tail(s, tail):
 
 
 @T.macro
-def load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, n, ratio, lane):
+def load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, n, ratio, H, lane):
     """IO 0: everything of one unit, in the order in which its buffers become free. Rows past the end of the sequence are somebody else's,
     or nobody's: they become zero before anyone reads them."""
     rows = s.unit[0]
@@ -357,6 +358,11 @@ def load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, n, ratio,
             T.call_extern("int32", "qla_zero_rows", tile(s.a, 0, hh % 2), 1, rows, lane)
             T.fence_proxy_async()
         rings.tiles.commit(hh)
+        if h == 0:
+            stride = T.cast(H * (HEAD_DIM * 2), "int64")
+            T.evaluate(device("prefetch_rows", T.address_of(Q[row, hk, 0]), T.address_of(K[row, hk, 0]), stride, rows, lane))
+        places = (T.address_of(S[slot, hv - head0, 0, 0]), T.address_of(dS[slot, hv - head0, 0, 0]))
+        T.evaluate(device("prefetch_states", *places, lane))
         rings.states.acquire(hh)
         T.tma_copy(S[slot, hv - head0, 0:HEAD_DIM, 0:HEAD_DIM], s.s, barrier=rings.states.full[0])
         T.tma_copy(dS[slot, hv - head0, 0:HEAD_DIM, 0:HEAD_DIM], s.ds, barrier=rings.states.full[0])
@@ -579,7 +585,7 @@ def prim_func(cfg: BwdConfig):
                     if s.unit[0] > 0:
                         if tx < BOTH + WARP:
                             slot = T.truncdiv(index, key_heads)
-                            load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, s.count[0], ratio, lane)
+                            load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, s.count[0], ratio, H, lane)
                         elif tx < BOTH + 2 * WARP:
                             load_gates(s, rings, G, Beta, hk0, s.count[0], ratio, HV, lane)
                         elif tx < BOTH + 3 * WARP:
