@@ -179,7 +179,7 @@ def chunk_gated_delta_rule_bwd(
     sequence owns are 0.
 
     The states of all chunks are computed again, in a workspace of at most 2 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
-    128 KB for each chunk and value head of one key head.
+    64 KiB for each chunk and value head of one key head.
 
     Raises ValueError or TypeError as ``chunk_gated_delta_rule``.
     """

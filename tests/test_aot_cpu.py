@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def test_spills_of_a_role_that_computes_are_a_problem():
     assert report(spilling, (entry, io, score, state)).problem == "spills in STATE"
     assert "not known" in str(report(spilling).problem)
     assert report(clean).problem is None
+    explained = dataclasses.replace(report(spilling, (entry, io, score, state)), explained=state.local)
+    assert explained.problem is None
+    assert dataclasses.replace(explained, explained=state.local - 1).problem == "spills in STATE"
 
 
 def test_report_names_everything():

@@ -313,22 +313,6 @@ __device__ __forceinline__ int find_unit(int index, int key_heads, const int* cu
   return 0;
 }
 
-// What will be loaded when its place is free, to L2 meanwhile: the states of a head, and the rows of q and k where a unit begins.
-__device__ __forceinline__ int prefetch_states(const void* s, const void* ds, int lane) {
-  if (lane < 2) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(lane ? ds : s), "r"(32768) : "memory");
-  return 0;
-}
-__device__ __forceinline__ int prefetch_rows(const void* q, const void* k, long long stride, int rows, int lane) {
-  for (int row = lane; row < rows; row += 32) {
-    const long long at = row * stride;
-    for (int line = 0; line < 256; line += 128) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(q) + at + line));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(k) + at + line));
-    }
-  }
-  return 0;
-}
-
 __device__ __forceinline__ int read_gates(const float* g, const float* beta, long long stride, int rows, float* g_s, float* beta_s, int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

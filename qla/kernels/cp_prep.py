@@ -26,7 +26,7 @@ Shared memory                   bytes (block_v = 128 | 64)
     p        [64, 64]            8192            in reverse only
     state0   [block_v, 64]      16384 | 8192     columns 0-63 of K
     state1   [block_v, 64]      16384 | 8192     the others
-    gates    6 x [3, 64] fp32    4608            (static, with the barriers)
+    gates    5 x [3, 64] fp32    3840            (static, with the barriers; forward 3 x, 2304)
     decay    [3] fp32              16            (static)
 Barriers
     name              signalled by   waited by      count
@@ -36,13 +36,13 @@ Barriers
     p_ring.empty      STATE          SCORE          STATE threads
     state_ring.full   STATE          IO 2           STATE threads
     state_ring.empty  IO 2           STATE          32
-    tail              IO 0           IO 0           32: a last chunk that is not whole is cleaned before it is handed on
+    tail              IO 0           IO 0           32: a chunk that is not whole is cleaned before it is handed on
 Schedule of chunk i (| separates what runs while wgmma is in flight)
     IO 0    acquire tiles | TMA K, X, A, Q | commit            IO 1   acquire tiles | gates of the chunk | commit
     SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
     STATE   forward: U | acquire state_ring, store S, commit, load V | W | Vd | decay S | S += K^T Vd | release tiles
             reverse: K dS | acquire state_ring, store dS, commit, load dO, decay dS | dS += Q^T dO | wait p | dVd += P^T dO | release p
-            dW | dS += K^T dU | release tiles
+            dW | dS -= K^T diag(beta gamma) dW | release tiles
     IO 2    wait state_ring | fence | TMA both halves of the state | release state_ring
 """
 
@@ -98,6 +98,10 @@ class ScanConfig:
     stages: int = 3  # chunks in flight
 
     def __post_init__(self):
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
         if self.block_v not in REGS:
             raise ValueError(f"block_v must be one of {tuple(REGS)}, got {self.block_v}")
         registers = sum(self.regs[role] * self.role_threads(role) for role in self.regs)

@@ -1,0 +1,240 @@
+"""CPU-only: every variant of the scans in cp_prep lowers for sm_90a and agrees with the tables at the head of its file."""
+
+import re
+from math import prod
+
+import pytest
+
+pytest.importorskip("tilelang")
+from qla.kernels import cp_prep as scan  # noqa: E402
+from tests.lowered import generated  # noqa: E402
+
+Role = scan.Role
+BARRIERS = ("tiles_full", "tiles_empty", "p_ring_full", "p_ring_empty", "state_ring_full", "state_ring_empty", "tail")
+TILES = ("q", "k", "x", "a")  # what TMA loads
+
+
+@pytest.fixture(scope="module", params=scan.CONFIGS, ids=lambda cfg: cfg.name)
+def kernel(request):
+    return request.param, *generated(scan, request.param)
+
+
+def order(cfg):
+    """Roles as the code has them: the last branch is the one that the forward scan lacks."""
+    return [Role.STATE, Role.IO, Role.SCORE] if cfg.reverse else [Role.STATE, Role.IO]
+
+
+def roles(cfg, code):
+    """Generated code of each role, and of each warp of IO: every branch of a role starts by setting its registers."""
+    parts = re.split(r"tl::warpgroup_reg_(?:de)?alloc<\d+>\(\);", code)
+    found = dict(zip((role.name for role in order(cfg)), parts[1:], strict=True))
+    _, *warps = re.split(r"if \(\(\(int\)threadIdx\.x\) < \d+\) \{", found["IO"])
+    assert len(warps) == 3
+    return found | {f"IO {i}": warp for i, warp in enumerate(warps)}
+
+
+def arrives(part):
+    return re.findall(r"(\w+)\[[^;]*\]\.arrive\(\)", part)
+
+
+def waits(part):
+    return re.findall(r"(\w+)\[[^;]*\]\.wait\(", part)
+
+
+def static_floats(code):
+    """Elements of each array of static shared memory that is not a barrier."""
+    return [int(n) for n in re.findall(r"__shared__ __align__\(16\) float \w+\[(\d+)\]", code)]
+
+
+def test_threads_registers_and_shared_memory(kernel):
+    cfg, smem, code = kernel
+    assert smem == cfg.smem_bytes
+    assert code.startswith(f"__launch_bounds__({cfg.threads}, 1)")
+    set_by_roles = re.findall(r"warpgroup_reg_(\w+)<(\d+)>", code)
+    assert set_by_roles == [("alloc" if role == Role.STATE else "dealloc", str(cfg.regs[role])) for role in order(cfg)]
+    last = cfg.threads - scan.WARPGROUP
+    branches = [f"(((int)threadIdx.x) < {cfg.state_threads}) {{", *[f"< {last + n * scan.WARP}) {{" for n in (1, 2, 3)]]
+    assert [code.count(branch) for branch in branches] == [1] * len(branches)
+
+
+def test_barriers(kernel):
+    cfg, _, code = kernel
+    state, score, warp = cfg.state_threads, 128 if cfg.reverse else 0, 32
+    counts = {
+        "tiles_full": {2 * warp}, "tiles_empty": {state + score}, "state_ring_full": {state}, "state_ring_empty": {warp}, "tail": {warp},
+    }  # fmt: skip
+    if cfg.reverse:
+        counts |= {"p_ring_full": {score}, "p_ring_empty": {state}}
+    found: dict[str, set[int]] = {}
+    inits = re.findall(r"(\w+)\[\d\]\.init\((\d+)\)", code)
+    for name, count in inits:
+        found.setdefault(name, set()).add(int(count))
+    assert found == counts
+    assert len(inits) == sum(cfg.stages if name.startswith("tiles") else 1 for name in counts), "every slot of every ring"
+    assert code.count("__syncthreads()") == 1, "only after barrier initialisation: between roles it would deadlock"
+
+
+def test_roles_signal_what_the_table_says(kernel):
+    cfg, _, code = kernel
+    part = roles(cfg, code)
+    assert arrives(part["STATE"]) == ["state_ring_full", *(["p_ring_empty"] if cfg.reverse else []), "tiles_empty"]
+    assert arrives(part["IO"]) == ["tail", "tiles_full", "tiles_full", "state_ring_empty"]
+    if cfg.reverse:
+        assert arrives(part["SCORE"]) == ["p_ring_full", "tiles_empty"]
+
+
+def test_tiles_are_announced_and_cleaned(kernel):
+    cfg, _, code = kernel
+    load = roles(cfg, code)["IO 0"]
+    table = {name: size for name, size in cfg.smem_table().items() if name in TILES}
+    for barrier in ("tiles_full", "tail"):
+        announced = re.findall(rf"{barrier}\[[^;]*\]\.expect_transaction\((\d+)\)", load)
+        assert sorted(map(int, announced)) == sorted(size // cfg.stages for size in table.values())
+    cleaned = [int(tiles) for tiles in re.findall(r"qla_zero_rows\([^;]*?\]\)\), (\d),", load)]
+    assert sorted(cleaned) == sorted(size // cfg.stages // 8192 for size in table.values())
+    assert load.index("tail[0].wait(0)") < load.index("qla_zero_rows") < load.rindex("qla_zero_rows") < load.index("fence_proxy_async")
+
+
+def test_stores_are_fenced_by_the_warp_that_hands_them_to_tma(kernel):
+    cfg, _, code = kernel
+    part = roles(cfg, code)
+    assert "fence_proxy_async" not in part["STATE"]
+    store = part["IO 2"]
+    assert store.index("state_ring_full[0].wait") < store.index("fence_proxy_async") < store.index("tl::tma_store(")
+    assert store.count("tl::tma_store(") == 2
+    assert store.rindex("tl::tma_store(") < store.index("tl::tma_store_wait<0") < store.index("state_ring_empty[0].arrive()")
+    if cfg.reverse:
+        score = part["SCORE"]
+        assert score.index("fence_proxy_async") < score.index("p_ring_full[0].arrive()")
+
+
+def test_accumulator_fence_covers_what_a_thread_owns(kernel):
+    _, _, code = kernel
+    sizes = set(re.findall(r"warpgroup_fence_operand\(reinterpret_cast<float\*>\(\w+ \+ 0\), (\d+)\)", code))
+    assert sizes == {"32"}, "a wider fence names registers that do not exist"
+
+
+# The tables at the head of the file
+
+
+def section(title, end):
+    """Lines of the docstring between two titles."""
+    text = scan.__doc__
+    start = text.index(f"\n{title}") + 1
+    return text[start : text.index(f"\n{end}", start)]
+
+
+def column(text, block_v):
+    """The value for a width from "wide | narrow", or from one value that is both's."""
+    return text.split(" | ")[-1 if block_v == 64 else 0].strip()
+
+
+def test_roles_in_docstring(kernel):
+    cfg, *_ = kernel
+    rows = re.findall(r"^    (\w+) +(.+?)  +(\d+ \| \d+) +(\S.*)$", section("Roles", "Shared memory"), re.M)
+    assert [name for name, *_ in rows] == [role.name for role in Role]
+    first = 0
+    for (name, threads, registers, work), role in zip(rows, Role, strict=True):
+        assert ("in reverse only" in work) == (role == Role.SCORE)
+        if role not in cfg.regs:
+            continue
+        last = first + cfg.role_threads(role) - 1
+        assert column(threads, cfg.block_v) in (f"{first}-{last}", f"next {last - first + 1}", f"last {last - first + 1}"), name
+        assert int(column(registers, cfg.block_v)) == cfg.regs[role], name
+        first = last + 1
+    assert first == cfg.threads
+
+
+def test_shared_memory_in_docstring(kernel):
+    cfg, _, _ = kernel
+    rows = re.findall(r"^    (\w+) +\[(.+?)\] +(\d+(?: \| \d+)?)(.*)$", section("Shared memory", "Barriers"), re.M)
+    rows = [row for row in rows if "static" not in row[3]]
+    documented = {name: int(column(size, cfg.block_v)) for name, _, size, note in rows if cfg.reverse or "in reverse only" not in note}
+    assert documented == cfg.smem_table()
+    for name, shape, size, _ in rows:
+        extents = [int(n) for n in shape.replace("block_v", str(cfg.block_v)).split(", ")]
+        assert 2 * prod(extents) == int(column(size, cfg.block_v)), name
+
+
+def test_static_shared_memory_in_docstring(kernel):
+    cfg, _, code = kernel
+    text = section("Shared memory", "Barriers")
+    gates = static_floats(code)
+    gates.remove(cfg.stages)  # decay
+    assert set(gates) == {cfg.stages * 64}
+    reverse = re.search(r"^    gates +(\d+) x \[3, 64\] fp32 +(\d+) +\(static", text, re.M)
+    forward = re.search(r"^    gates .*; forward (\d+) x, (\d+)\)$", text, re.M)
+    assert reverse and forward, "a row '    gates  5 x [3, 64] fp32  3840  (static, ..; forward 3 x, 2304)'"
+    assert [int(n) for n in (reverse if cfg.reverse else forward).groups()] == [len(gates), 4 * sum(gates)]
+    assert re.search(r"^    decay +\[3\] fp32 +16 ", text, re.M), "12 bytes, aligned to 16"
+
+
+def test_barriers_in_docstring(kernel):
+    cfg, _, code = kernel
+    counts = dict(re.findall(r"(\w+)\[0\]\.init\((\d+)\)", code))
+    part = roles(cfg, code)
+    agents = [name for name in ("STATE", "SCORE", "IO 0", "IO 1", "IO 2") if name in part]
+    rows = re.findall(r"^    (\S+) +((?:STATE|SCORE|IO).*?)  +((?:STATE|SCORE|IO).*?)  +(\S.*)$", section("Barriers", "Schedule"), re.M)
+    assert [row[0].replace(".", "_") for row in rows] == list(BARRIERS)
+    for name, signalled, waited, count in rows:
+        barrier = name.replace(".", "_")
+        if barrier not in counts:
+            assert not cfg.reverse and name.startswith("p_ring")
+            continue
+        for text, calls in ((signalled, arrives), (waited, waits)):
+            assert {a for a in text.split(", ") if a in agents} == {a for a in agents if barrier in calls(part[a])}, name
+        number = cfg.state_threads if count.startswith("STATE threads") else int(re.match(r"\d+", count)[0])
+        if cfg.reverse and "in reverse + 128" in count:
+            number += 128
+        assert number == int(counts[barrier]), name
+
+
+# Host side
+
+
+def test_config_rejects_what_it_cannot_do(monkeypatch):
+    with pytest.raises(ValueError, match=r"block_v must be one of \(128, 64\), got 32"):
+        scan.ScanConfig(block_v=32)
+    with pytest.raises(ValueError, match="shared memory 270336 B > 232448 B"):
+        scan.ScanConfig(reverse=True, stages=4)
+    assert scan.ScanConfig(reverse=False, stages=4).smem_bytes <= scan.SMEM_LIMIT_SM90
+    # one step of 8 more for STATE is more than the block is launched with
+    monkeypatch.setitem(scan.REGS, 128, scan.REGS[128] | {Role.STATE: 208})
+    with pytest.raises(ValueError, match="registers 67584 > 65536"):
+        scan.ScanConfig(reverse=True)
+
+
+def test_variants_are_distinct():
+    assert len({cfg.name for cfg in scan.CONFIGS}) == len(set(scan.CONFIGS)) == len(scan.CONFIGS) == 8
+
+
+@pytest.mark.parametrize(("items", "block_v"), [(1, 64), (66, 64), (67, 128), (132, 128), (133, 64), (198, 64), (199, 128), (264, 128)])
+def test_block_width_fills_the_device(items, block_v):
+    assert scan.choose_block_v(items, num_sms=132) == block_v
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_seqs", "seq_len", "slots"),
+    [
+        (64, 1, 64, 1),
+        (65, 1, 65, 2),
+        (130, 2, 65, 4),
+        # packed: lengths are not known to the host
+        (64, 1, 0, 3),
+        (0, 3, 0, 4),
+        (200, 3, 0, 7),
+    ],
+)
+def test_number_of_slots(tokens, num_seqs, seq_len, slots):
+    assert scan.num_slots(tokens, num_seqs, seq_len) == slots
+
+
+@pytest.mark.parametrize("lengths", [[0], [1], [64], [65, 0, 0, 63], [0, 0, 0], [200, 1, 128], [63] * 9])
+@pytest.mark.parametrize("padding", [0, 1, 64])
+def test_chunks_of_packed_sequences_have_slots_of_their_own(lengths, padding):
+    used, begin = [], 0
+    for n, length in enumerate(lengths):
+        used += [begin // 64 + n + i for i in range(-(-length // 64))]
+        begin += length
+    assert len(set(used)) == len(used)
+    assert all(0 <= slot < scan.num_slots(begin + padding, len(lengths), 0) for slot in used)
