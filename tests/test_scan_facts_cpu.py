@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import cp_prep as scan  # noqa: E402
+from qla.kernels.ws import SMEM_LIMIT_SM90  # noqa: E402
 from tests.lowered import generated  # noqa: E402
 
 Role = scan.Role
@@ -197,7 +198,7 @@ def test_config_rejects_what_it_cannot_do(monkeypatch):
         scan.ScanConfig(block_v=32)
     with pytest.raises(ValueError, match="shared memory 270336 B > 232448 B"):
         scan.ScanConfig(reverse=True, stages=4)
-    assert scan.ScanConfig(reverse=False, stages=4).smem_bytes <= scan.SMEM_LIMIT_SM90
+    assert scan.ScanConfig(reverse=False, stages=4).smem_bytes <= SMEM_LIMIT_SM90
     # one step of 8 more for STATE is more than the block is launched with
     monkeypatch.setitem(scan.REGS, 128, scan.REGS[128] | {Role.STATE: 208})
     with pytest.raises(ValueError, match="registers 67584 > 65536"):

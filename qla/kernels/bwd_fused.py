@@ -80,13 +80,12 @@ from qla.kernels.ws import (
     HALF,
     HEAD_DIM,
     PASS_CONFIGS,
-    SMEM_LIMIT_SM90,
     WARP,
     WARPGROUP,
     Ring,
+    check_resources,
     compile_kernel,
     device_source,
-    launch_registers,
 )
 
 BOTH = 2 * WARPGROUP
@@ -111,10 +110,7 @@ class BwdConfig:
     def __post_init__(self):
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
-        if sum(REGS.values()) * WARPGROUP > launch_registers(self.threads):
-            raise ValueError(f"registers {sum(REGS.values()) * WARPGROUP} > {launch_registers(self.threads)}: {REGS}")
-        if self.smem_bytes > SMEM_LIMIT_SM90:
-            raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
+        check_resources(self)
 
     @property
     def is_half(self) -> str:
@@ -129,6 +125,9 @@ class BwdConfig:
     @property
     def regs(self) -> dict[Role, int]:
         return REGS
+
+    def role_threads(self, role: Role) -> int:
+        return WARPGROUP
 
     @property
     def threads(self) -> int:

@@ -62,13 +62,13 @@ from qla.kernels.ws import (
     HALF,
     HEAD_DIM,
     PASS_CONFIGS,
-    SMEM_LIMIT_SM90,
     WARP,
     WARPGROUP,
     Ring,
+    check_resources,
+    choose_block_v,
     compile_kernel,
     device_source,
-    launch_registers,
     load_state,
     score_role,
     state_fragment,
@@ -104,11 +104,7 @@ class ScanConfig:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
         if self.block_v not in REGS:
             raise ValueError(f"block_v must be one of {tuple(REGS)}, got {self.block_v}")
-        registers = sum(self.regs[role] * self.role_threads(role) for role in self.regs)
-        if registers > launch_registers(self.threads):
-            raise ValueError(f"registers {registers} > {launch_registers(self.threads)}: {self.regs}")
-        if self.smem_bytes > SMEM_LIMIT_SM90:
-            raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
+        check_resources(self)
 
     @property
     def regs(self) -> dict[Role, int]:
@@ -457,12 +453,6 @@ def prim_func(cfg: ScanConfig):
 def build(cfg: ScanConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
-
-
-def choose_block_v(items: int, num_sms: int) -> int:
-    """Columns of V a block owns: 64 doubles the blocks where whole heads leave SMs idle, at a little over half the time a chunk."""
-    whole, split = math.ceil(items / num_sms) * 2.0, math.ceil(2 * items / num_sms) * 1.3
-    return 64 if split < whole else 128
 
 
 def num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:

@@ -56,13 +56,13 @@ from qla.kernels.ws import (
     HALF,
     HEAD_DIM,
     PASS_CONFIGS,
-    SMEM_LIMIT_SM90,
     WARP,
     WARPGROUP,
     Ring,
+    check_resources,
+    choose_block_v,
     compile_kernel,
     device_source,
-    launch_registers,
     load_state,
     score_role,
     state_fragment,
@@ -93,11 +93,7 @@ class FwdConfig:
     def __post_init__(self):
         if self.block_v not in REGS:
             raise ValueError(f"block_v must be one of {tuple(REGS)}, got {self.block_v}")
-        registers = sum(self.regs[role] * self.role_threads(role) for role in Role)
-        if registers > launch_registers(self.threads):
-            raise ValueError(f"registers {registers} > {launch_registers(self.threads)}: {self.regs}")
-        if self.smem_bytes > SMEM_LIMIT_SM90:
-            raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
+        check_resources(self)
 
     @property
     def is_half(self) -> str:
@@ -434,16 +430,6 @@ def prim_func(cfg: FwdConfig):
 def build(cfg: FwdConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
-
-
-def choose_block_v(items: int, num_sms: int) -> int:
-    """Columns of V a block owns: 64 doubles the blocks where whole heads leave SMs idle.
-
-    A chunk takes a block about 2.0 us with 128 columns and 1.3 with 64 (us_per_chunk in bench/results/fwd_targets.jsonl),
-    so the split pays while it does not add waves.
-    """
-    whole, split = math.ceil(items / num_sms) * 2.0, math.ceil(2 * items / num_sms) * 1.3
-    return 64 if split < whole else 128
 
 
 def fwd_fused(q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms) -> None:

@@ -6,6 +6,7 @@ nothing: the arrive inside it is dropped without an error and the kernel hangs.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,25 @@ def launch_registers(threads: int) -> int:
     A role that asks for more than the others have given back waits for ever.
     """
     return min(255, REGS_PER_SM // threads) // 8 * 8 * threads
+
+
+def check_resources(cfg: Any) -> None:
+    """ValueError unless a config's roles have the registers they ask for and its shared memory fits into a block."""
+    registers = sum(count * cfg.role_threads(role) for role, count in cfg.regs.items())
+    if registers > launch_registers(cfg.threads):
+        raise ValueError(f"registers {registers} > {launch_registers(cfg.threads)}: {cfg.regs}")
+    if cfg.smem_bytes > SMEM_LIMIT_SM90:
+        raise ValueError(f"shared memory {cfg.smem_bytes} B > {SMEM_LIMIT_SM90} B: {cfg.smem_table()}")
+
+
+def choose_block_v(items: int, num_sms: int) -> int:
+    """Columns of V a block owns: 64 doubles the blocks where whole heads leave SMs idle.
+
+    A chunk takes a block of the fused forward about 2.0 us with 128 columns and 1.3 with 64 (us_per_chunk in
+    bench/results/fwd_targets.jsonl), so the split pays while it does not add waves. The scans follow the same rule.
+    """
+    whole, split = math.ceil(items / num_sms) * 2.0, math.ceil(2 * items / num_sms) * 1.3
+    return 64 if split < whole else 128
 
 
 @T.meta_class
