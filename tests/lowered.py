@@ -1,5 +1,7 @@
 """Generated CUDA of a kernel for sm_90a, without a GPU and without nvcc."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from tilelang import tvm
@@ -18,3 +20,9 @@ def generated(kernel_file: Any, cfg: Any) -> tuple[int, str]:
     (function,) = artifact.device_mod.functions.values()
     source = artifact.kernel_source
     return int(function.attrs["dyn_shared_memory_buf"]), source[source.rindex("__launch_bounds__") :]
+
+
+def by_role(code: str, roles: Iterable[Any]) -> dict[Any, str]:
+    """The kernel's text cut at the roles, named in their order in it: every branch of a role starts by setting its registers."""
+    parts = re.split(r"tl::warpgroup_reg_(?:de)?alloc<\d+>\(\);", code)
+    return dict(zip(roles, parts[1:], strict=True))

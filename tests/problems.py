@@ -274,6 +274,24 @@ class _RoundedDecay(torch.autograd.Function):
         return (state.float() * d.to(state.dtype).float()).sum((-2, -1), keepdim=True), gamma * d, None
 
 
+def side_load() -> Callable[[int], None]:
+    """Work on a stream of its own, more or less of it by a running number: it takes multiprocessors, L2 and bandwidth away."""
+    side = torch.cuda.Stream()
+    a = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    big = torch.empty(64 << 20, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+
+    def load(number: int) -> None:
+        nonlocal a
+        with torch.cuda.stream(side):
+            for _ in range(number % 5):
+                a = (a @ a).clamp_(-1, 1)
+            if number % 3 == 0:
+                big.add_(1)
+
+    return load
+
+
 def rounded_chunked(x: Inputs, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """The chunked form in fp32 with every operand of a matrix product rounded to q's dtype, A included. Returns (o, state) in fp32.
 

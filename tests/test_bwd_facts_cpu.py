@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("tilelang")
 from qla.kernels import bwd_fused as bwd  # noqa: E402
 from qla.kernels.ws import launch_registers  # noqa: E402
-from tests.lowered import generated  # noqa: E402
+from tests.lowered import by_role, generated  # noqa: E402
 
 Role = bwd.Role
 
@@ -15,12 +15,6 @@ Role = bwd.Role
 @pytest.fixture(scope="module", params=bwd.CONFIGS, ids=lambda cfg: cfg.name)
 def kernel(request):
     return request.param, *generated(bwd, request.param)
-
-
-def roles(code):
-    """Generated code of each role: every branch starts by setting its registers."""
-    parts = re.split(r"tl::warpgroup_reg_(?:de)?alloc<\d+>\(\);", code)
-    return dict(zip(Role, parts[1:], strict=True))
 
 
 def test_threads_registers_and_shared_memory(kernel):
@@ -47,7 +41,7 @@ def test_barriers(kernel):
 
 def test_the_two_warpgroups_meet_as_often(kernel):
     _, _, code = kernel
-    part = roles(code)
+    part = by_role(code, Role)
     for role, own in ((Role.LEFT, 2), (Role.RIGHT, 3)):
         assert part[role].count("__sync_thread_partial(1, 256)") == 5, "four times a head, once a unit"
         assert part[role].count(f"__sync_thread_partial({own}, 128)") == 2
@@ -57,7 +51,7 @@ def test_the_two_warpgroups_meet_as_often(kernel):
 def test_products_of_a_head(kernel):
     """64x64x16 products by role; more of them is time that no schedule gives back."""
     _, _, code = kernel
-    part = roles(code)
+    part = by_role(code, Role)
     loops = {role: len(re.findall(r"wgmma_(?:ss|rs)<", part[role])) for role in Role}
     assert loops == {Role.LEFT: 15, Role.RIGHT: 14, Role.IO: 0}
 

@@ -30,6 +30,7 @@ from problems import (
     make_inputs,
     nan_filled_empty,  # noqa: F401
     relative,
+    side_load,
     sync_is_an_error,  # noqa: F401
     synchronise,
 )
@@ -423,17 +424,10 @@ def test_repeats_under_load(lengths, heads, rng):
     x = make_inputs(rng, lengths, heads)
     losses = make_losses(rng, x)
     expected = gradients_of(x, losses)
-    side = torch.cuda.Stream()
-    a = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
-    big = torch.empty(64 << 20, device=DEVICE)
-    side.wait_stream(torch.cuda.current_stream())
+    load = side_load()
     differences = []
     for number in range(REPEATS):
-        with torch.cuda.stream(side):
-            for _ in range(number % 5):
-                a = (a @ a).clamp_(-1, 1)
-            if number % 3 == 0:
-                big.add_(1)
+        load(number)
         differences.append(count_differences(gradients_of(x, losses), expected))
     total = int(torch.stack(differences).sum())
     torch.cuda.synchronize()

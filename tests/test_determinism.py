@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import DEVICE, Inputs, assert_same_bits, gpu_marks, make_inputs
+from problems import DEVICE, Inputs, assert_same_bits, gpu_marks, make_inputs, side_load
 
 pytestmark = gpu_marks()
 
@@ -40,17 +40,10 @@ def test_repeats_under_load(lengths, heads, rng):
         pytest.skip("needs a CUDA device")
     x = make_inputs(rng, lengths, heads)
     expected = x.run()
-    side = torch.cuda.Stream()
-    a = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
-    big = torch.empty(64 << 20, device=DEVICE)
-    side.wait_stream(torch.cuda.current_stream())
+    load = side_load()
     differences = []
     for number in range(REPEATS):
-        with torch.cuda.stream(side):
-            for _ in range(number % 5):
-                a = (a @ a).clamp_(-1, 1)
-            if number % 3 == 0:
-                big.add_(1)
+        load(number)
         differences.append(count_differences(x.run(), expected))
     total = int(torch.stack(differences).sum())
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import fwd_fused as fwd  # noqa: E402
-from tests.lowered import generated  # noqa: E402
+from tests.lowered import by_role, generated  # noqa: E402
 
 Role = fwd.Role
 
@@ -14,12 +14,6 @@ Role = fwd.Role
 @pytest.fixture(scope="module", params=fwd.CONFIGS, ids=lambda cfg: cfg.name)
 def kernel(request):
     return request.param, *generated(fwd, request.param)
-
-
-def roles(code):
-    """Generated code of each role: every branch starts by setting its registers."""
-    parts = re.split(r"tl::warpgroup_reg_(?:de)?alloc<\d+>\(\);", code)
-    return dict(zip(Role, parts[1:], strict=True))
 
 
 def test_threads_registers_and_shared_memory(kernel):
@@ -42,7 +36,7 @@ def test_barriers(kernel):
 
 def test_roles_signal_what_the_table_says(kernel):
     _, _, code = kernel
-    part = roles(code)
+    part = by_role(code, Role)
 
     def arrives(role):
         return re.findall(r"(\w+)\[[^;]*\]\.arrive\(\)", part[role])
@@ -55,9 +49,9 @@ def test_roles_signal_what_the_table_says(kernel):
 
 def test_loop_of_the_state_role_holds_no_fence(kernel):
     _, _, code = kernel
-    assert "fence_proxy_async" not in roles(code)[Role.STATE], "what the role stores is fenced by the warp that hands it to TMA"
-    assert "fence_proxy_async" in roles(code)[Role.SCORE]
-    assert roles(code)[Role.IO].count("fence_proxy_async") >= 2
+    assert "fence_proxy_async" not in by_role(code, Role)[Role.STATE], "what the role stores is fenced by the warp that hands it to TMA"
+    assert "fence_proxy_async" in by_role(code, Role)[Role.SCORE]
+    assert by_role(code, Role)[Role.IO].count("fence_proxy_async") >= 2
 
 
 def test_accumulator_fence_covers_what_a_thread_owns(kernel):

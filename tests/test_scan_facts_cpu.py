@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tilelang")
 from qla.kernels import cp_prep as scan  # noqa: E402
 from qla.kernels.ws import SMEM_LIMIT_SM90  # noqa: E402
-from tests.lowered import generated  # noqa: E402
+from tests.lowered import by_role, generated  # noqa: E402
 
 Role = scan.Role
 BARRIERS = ("tiles_full", "tiles_empty", "p_ring_full", "p_ring_empty", "state_ring_full", "state_ring_empty", "tail")
@@ -27,8 +27,7 @@ def order(cfg):
 
 def roles(cfg, code):
     """Generated code of each role, and of each warp of IO: every branch of a role starts by setting its registers."""
-    parts = re.split(r"tl::warpgroup_reg_(?:de)?alloc<\d+>\(\);", code)
-    found = dict(zip((role.name for role in order(cfg)), parts[1:], strict=True))
+    found = by_role(code, [role.name for role in order(cfg)])
     _, *warps = re.split(r"if \(\(\(int\)threadIdx\.x\) < \d+\) \{", found["IO"])
     assert len(warps) == 3
     return found | {f"IO {i}": warp for i, warp in enumerate(warps)}

@@ -29,13 +29,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-template <int N>
-__device__ __forceinline__ int clear(float* x) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = 0.f;
-  return 0;
-}
-
 __device__ __forceinline__ int read_rows(const float* g, const float* beta, float* rows, float* sums, int tid) {
   tid = opaque(tid);
 #pragma unroll
@@ -44,7 +37,9 @@ __device__ __forceinline__ int read_rows(const float* g, const float* beta, floa
     rows[kBeta + r] = beta[first_row(tid) + 8 * r];
   }
   rows[kLast] = g[63];  // past the end of a sequence the gate stays at the last token's
-  return clear<6>(sums);
+#pragma unroll
+  for (int i = 0; i < 6; ++i) sums[i] = 0.f;
+  return 0;
 }
 
 // sum of S * dS over 16 KB of each, a part from each warp

@@ -82,8 +82,8 @@ from qla.kernels.ws import (
     PASS_CONFIGS,
     WARP,
     WARPGROUP,
+    KernelConfig,
     Ring,
-    check_resources,
     compile_kernel,
     device_source,
 )
@@ -102,19 +102,13 @@ REGS = {Role.LEFT: 232, Role.RIGHT: 232, Role.IO: 40}
 
 
 @dataclass(frozen=True)
-class BwdConfig:
+class BwdConfig(KernelConfig):
     """Everything fixed at compile time. Equal configs share one compiled kernel."""
 
     dtype: str = "bfloat16"  # of all but gates, beta and their gradients
 
     def __post_init__(self):
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
-        check_resources(self)
-
-    @property
-    def is_half(self) -> str:
-        return str(self.dtype == "float16").lower()
+        self.check()
 
     @property
     def explained_spills(self) -> int:
@@ -125,13 +119,6 @@ class BwdConfig:
     @property
     def regs(self) -> dict[Role, int]:
         return REGS
-
-    def role_threads(self, role: Role) -> int:
-        return WARPGROUP
-
-    @property
-    def threads(self) -> int:
-        return len(REGS) * WARPGROUP
 
     def smem_table(self) -> dict[str, int]:
         return {
@@ -146,10 +133,6 @@ class BwdConfig:
             "dvd": CHUNK * HEAD_DIM * 2,
             "p": CHUNK * CHUNK * 2,
         }
-
-    @property
-    def smem_bytes(self) -> int:
-        return sum(self.smem_table().values())
 
     @property
     def name(self) -> str:

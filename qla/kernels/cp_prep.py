@@ -64,8 +64,8 @@ from qla.kernels.ws import (
     PASS_CONFIGS,
     WARP,
     WARPGROUP,
+    KernelConfig,
     Ring,
-    check_resources,
     choose_block_v,
     compile_kernel,
     device_source,
@@ -89,7 +89,7 @@ REGS = {
 
 
 @dataclass(frozen=True)
-class ScanConfig:
+class ScanConfig(KernelConfig):
     """Everything fixed at compile time. Equal configs share one compiled kernel."""
 
     reverse: bool = False  # the gradient of the state, from the last chunk to the first
@@ -98,13 +98,11 @@ class ScanConfig:
     stages: int = 3  # chunks in flight
 
     def __post_init__(self):
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
         if self.block_v not in REGS:
             raise ValueError(f"block_v must be one of {tuple(REGS)}, got {self.block_v}")
-        check_resources(self)
+        self.check()
 
     @property
     def regs(self) -> dict[Role, int]:
@@ -119,11 +117,7 @@ class ScanConfig:
         return WARPGROUP if self.reverse else 0
 
     def role_threads(self, role: Role) -> int:
-        return {Role.STATE: self.state_threads, Role.SCORE: self.score_threads, Role.IO: WARPGROUP}[role]
-
-    @property
-    def threads(self) -> int:
-        return sum(self.role_threads(role) for role in Role)
+        return self.state_threads if role == Role.STATE else WARPGROUP
 
     def smem_table(self) -> dict[str, int]:
         table = {
@@ -136,10 +130,6 @@ class ScanConfig:
             "state1": self.block_v * HALF * 2,
         }
         return table if self.reverse else {name: size for name, size in table.items() if name not in ("q", "p")}
-
-    @property
-    def smem_bytes(self) -> int:
-        return sum(self.smem_table().values())
 
     @property
     def name(self) -> str:

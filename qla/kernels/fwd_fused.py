@@ -58,8 +58,8 @@ from qla.kernels.ws import (
     PASS_CONFIGS,
     WARP,
     WARPGROUP,
+    KernelConfig,
     Ring,
-    check_resources,
     choose_block_v,
     compile_kernel,
     device_source,
@@ -83,7 +83,7 @@ REGS = {
 
 
 @dataclass(frozen=True)
-class FwdConfig:
+class FwdConfig(KernelConfig):
     """Everything fixed at compile time. Equal configs share one compiled kernel."""
 
     block_v: int = 128  # columns of V a block owns
@@ -93,11 +93,7 @@ class FwdConfig:
     def __post_init__(self):
         if self.block_v not in REGS:
             raise ValueError(f"block_v must be one of {tuple(REGS)}, got {self.block_v}")
-        check_resources(self)
-
-    @property
-    def is_half(self) -> str:
-        return str(self.dtype == "float16").lower()
+        self.check()
 
     @property
     def regs(self) -> dict[Role, int]:
@@ -110,10 +106,6 @@ class FwdConfig:
     def role_threads(self, role: Role) -> int:
         return self.state_threads if role == Role.STATE else WARPGROUP
 
-    @property
-    def threads(self) -> int:
-        return sum(self.role_threads(role) for role in Role)
-
     def smem_table(self) -> dict[str, int]:
         return {
             "q": self.stages * CHUNK * HEAD_DIM * 2,
@@ -123,10 +115,6 @@ class FwdConfig:
             "p": CHUNK * CHUNK * 2,
             "o": CHUNK * self.block_v * 2,
         }
-
-    @property
-    def smem_bytes(self) -> int:
-        return sum(self.smem_table().values())
 
     @property
     def name(self) -> str:

@@ -41,13 +41,40 @@ def launch_registers(threads: int) -> int:
     return min(255, REGS_PER_SM // threads) // 8 * 8 * threads
 
 
-def check_resources(cfg: Any) -> None:
-    """ValueError unless a config's roles have the registers they ask for and its shared memory fits into a block."""
-    registers = sum(count * cfg.role_threads(role) for role, count in cfg.regs.items())
-    if registers > launch_registers(cfg.threads):
-        raise ValueError(f"registers {registers} > {launch_registers(cfg.threads)}: {cfg.regs}")
-    if cfg.smem_bytes > SMEM_LIMIT_SM90:
-        raise ValueError(f"shared memory {cfg.smem_bytes} B > {SMEM_LIMIT_SM90} B: {cfg.smem_table()}")
+class KernelConfig:
+    """What the configs of the warp-specialised kernels have in common; a config gives `dtype`, `regs` by role and `smem_table()`."""
+
+    dtype: str
+    regs: Mapping[Any, int]
+
+    def smem_table(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def role_threads(self, role: Any) -> int:
+        return WARPGROUP
+
+    def check(self) -> None:
+        """ValueError unless the dtype is one of two, the roles have the registers they ask for, and the shared memory fits into a block."""
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
+        registers = sum(count * self.role_threads(role) for role, count in self.regs.items())
+        if registers > launch_registers(self.threads):
+            raise ValueError(f"registers {registers} > {launch_registers(self.threads)}: {self.regs}")
+        if self.smem_bytes > SMEM_LIMIT_SM90:
+            raise ValueError(f"shared memory {self.smem_bytes} B > {SMEM_LIMIT_SM90} B: {self.smem_table()}")
+
+    @property
+    def is_half(self) -> str:
+        """Template argument of the device functions."""
+        return str(self.dtype == "float16").lower()
+
+    @property
+    def threads(self) -> int:
+        return sum(self.role_threads(role) for role in self.regs)
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(self.smem_table().values())
 
 
 def choose_block_v(items: int, num_sms: int) -> int:
