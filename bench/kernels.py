@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from bench.cases import Case
+from bench.shapes import Shape
+from qla.autocp import CHUNK, FAST, WHOLE, Gates, Plan, Problem
 
-CHUNK = 64
+Calls = dict[str, Callable[[], object]]
+# What a prediction assumes of the gates of a row: nothing warms up a slow head, and of mixed ones every fourth is slow.
+ASSUMED = {"fast": FAST, "slow": Gates(slow=1.0), "mixed": Gates(slow=0.25)}
 # Microseconds a chunk and block that the prototype of the fused kernel reached on an H200, by columns of V a block owns.
 PROTOTYPE_US = {128: 2.0, 64: 1.3}
 
@@ -30,62 +36,165 @@ def block_columns(items: int, num_sms: int) -> int:
     return int(choose_block_v(items, num_sms))
 
 
-def kernel_calls(case: Case) -> dict[str, Callable[[], object]]:
-    """Each forward kernel alone on the case, with what the kernels before it have made."""
+def problem_of(shape: Shape) -> Problem:
+    """The row's cases as the planner sees them: lengths known."""
+    lengths = shape.sequence_lengths
+    packed = len(lengths) > 1
+    return Problem(shape.hk, shape.hv, len(lengths), shape.tokens, 0 if packed else shape.tokens, lengths if packed else None)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """A case as the launchers take it; `place` is (cu_seqlens, num_seqs, seq_len)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    place: tuple[Tensor | None, int, int]
+    num_sms: int
+    plan: Plan
+
+    @property
+    def is_cut(self) -> bool:
+        return self.plan.chunks_per_segment > 0
+
+
+def _inputs(case: Case, plan: Plan) -> _Inputs:
     from qla.device import device_spec
+
+    tensors = (x[0].contiguous() for x in (case.q, case.k, case.v, case.g, case.beta))
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(torch.int32)
+    place = (cu_seqlens, len(case.shape.sequence_lengths), case.shape.tokens if cu_seqlens is None else 0)
+    return _Inputs(*tensors, place, device_spec(case.q.device).sm_count, plan)
+
+
+@dataclass
+class _Segments:
+    """What the kernels between kkt_solve and the recurrence make, and their calls in the order of their launch.
+
+    forward, reverse, order: what cp_plan gives; these, states and transitions are None where the plan needs none.
+    """
+
+    calls: Calls = field(default_factory=dict)
+    forward: Tensor | None = None
+    reverse: Tensor | None = None
+    order: Tensor | None = None
+    states: Tensor | None = None
+    transitions: Tensor | None = None
+
+
+def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
+    """Runs them once; cp_merge works in place, so that its values, but not its time, change from call to call."""
+    made, plan, tokens = _Segments(), x.plan, len(x.v)
+    if not x.is_cut:
+        return made
+    from qla.autograd import LOG2E
+    from qla.kernels.cp_plan import cp_plan
+
+    cu_seqlens, num_seqs, seq_len = x.place
+    num_segments = plan.num_segments(num_seqs, tokens, seq_len)
+
+    def find_items() -> tuple[Tensor, Tensor, Tensor]:
+        return cp_plan(
+            bound, cu_seqlens, tokens, num_seqs, seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
+            plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E, x.num_sms,
+        )  # fmt: skip
+
+    made.calls = {"cp_plan": find_items}
+    made.forward, made.reverse, made.order = find_items()
+    if not plan.needs_states:
+        return made
+    from qla.kernels.cp_merge import cp_merge
+    from qla.kernels.cp_prep import prepare_states
+
+    items = made.forward
+    states = made.states = x.v.new_empty(*items.shape[:2], 128, 128, dtype=torch.float32)
+    if plan.max_transition_heads > 0:
+        made.transitions = x.v.new_empty(*items.shape[:2], 2, 128, 128, dtype=torch.bfloat16)
+    transitions = made.transitions
+
+    def prepare() -> None:
+        prepare_states(x.k, x.v, g_cum, x.beta, A, None, *x.place, False, x.num_sms, items, states, transitions)
+
+    def merge() -> None:
+        cp_merge(states, transitions, items, cu_seqlens, tokens, num_seqs, seq_len, plan.chunks_per_segment, reverse=False)
+
+    made.calls["cp_prep"] = prepare
+    prepare()
+    if transitions is not None:
+        made.calls["cp_merge"] = merge
+        merge()
+    return made
+
+
+def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
+    """Each forward kernel alone on the case, in the order of their launch, with what the kernels before it have made."""
     from qla.kernels.fwd_fused import fwd_fused
     from qla.kernels.kkt_solve import kkt_solve
 
-    num_sms = device_spec(case.q.device).sm_count
-    q, k, v, g, beta = (x[0].contiguous() for x in (case.q, case.k, case.v, case.g, case.beta))
-    num_seqs, seq_len = len(case.shape.sequence_lengths), 0
-    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(torch.int32)
-    if cu_seqlens is None:
-        seq_len = case.shape.tokens
-    o = torch.empty_like(v)
-    final_state = torch.empty(num_seqs, case.shape.hv, q.shape[-1], v.shape[-1], dtype=torch.float32, device=q.device)
+    x = _inputs(case, plan)
+    o = torch.empty_like(x.v)
+    final_state = torch.empty(x.place[1], case.shape.hv, x.q.shape[-1], x.v.shape[-1], dtype=torch.float32, device=x.q.device)
 
-    def solve() -> tuple[torch.Tensor, torch.Tensor]:
-        return kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms)
+    def solve() -> tuple[Tensor, Tensor, Tensor]:
+        return kkt_solve(x.k, x.g, x.beta, o, *x.place, x.num_sms, with_bound=x.is_cut)
 
-    g_cum, A = solve()
+    g_cum, A, bound = solve()
+    made = _segments(x, g_cum, A, bound)
 
     def fused() -> None:
-        fwd_fused(q, k, v, g_cum, beta, A, o, None, final_state, case.scale, cu_seqlens, num_seqs, seq_len, False, num_sms)
+        fwd_fused(
+            x.q, x.k, x.v, g_cum, x.beta, A, o, None, final_state, case.scale, *x.place, False, x.num_sms,
+            items=made.forward, order=made.order, segment_states=made.states,
+        )  # fmt: skip
 
-    return {"kkt_solve": solve, "fwd_fused": fused}
+    return {"kkt_solve": solve, **made.calls, "fwd_fused": fused}
 
 
-def backward_kernel_calls(case: Case) -> dict[str, Callable[[], object]]:
-    """Each backward kernel alone on the case, all heads in one slice, no gradient of the final state."""
-    from qla.device import device_spec
+def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
+    """Each backward kernel alone on the case, in the order of their launch, all heads in one slice, no gradient of the final state."""
     from qla.kernels.bwd_fused import bwd_fused
-    from qla.kernels.cp_prep import num_slots, scan_state_gradients, scan_states
+    from qla.kernels.cp_merge import cp_merge
+    from qla.kernels.cp_prep import prepare_state_gradients, scan_state_gradients, scan_states
     from qla.kernels.kkt_solve import kkt_solve
+    from qla.kernels.ws import num_slots
 
-    num_sms = device_spec(case.q.device).sm_count
-    q, k, v, g, beta, do = (x[0].contiguous() for x in (case.q, case.k, case.v, case.g, case.beta, case.do))
-    num_seqs, seq_len = len(case.shape.sequence_lengths), 0
-    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.to(torch.int32)
-    if cu_seqlens is None:
-        seq_len = case.shape.tokens
-    place = (cu_seqlens, num_seqs, seq_len)
-    g_cum, A = kkt_solve(k, g, beta, torch.empty_like(v), *place, num_sms)
-    states, state_grads = torch.empty(2, num_slots(len(q), num_seqs, seq_len), case.shape.hv, 128, 128, dtype=q.dtype, device=q.device)
-    gradients = [torch.empty_like(x) for x in (q, k, v, g_cum, beta)]
+    x = _inputs(case, plan)
+    do = case.do[0].contiguous()
+    g_cum, A, bound = kkt_solve(x.k, x.g, x.beta, torch.empty_like(x.v), *x.place, x.num_sms, with_bound=x.is_cut)
+    made = _segments(x, g_cum, A, bound)
+    state_shape = (num_slots(len(x.q), *x.place[1:]), case.shape.hv, 128, 128)
+    states, state_grads = torch.empty(2, *state_shape, dtype=x.q.dtype, device=x.q.device)
+    gradients = [torch.empty_like(tensor) for tensor in (x.q, x.k, x.v, g_cum, x.beta)]
+    start_grads = None if made.transitions is None else torch.empty_like(made.states)
+    gates = (g_cum, x.beta, A)
+
+    def prepare_gradients() -> None:
+        prepare_state_gradients(x.q, x.k, do, *gates, None, case.scale, *x.place, False, x.num_sms, made.reverse, start_grads)
+
+    def merge_gradients() -> None:
+        cp_merge(start_grads, made.transitions, made.forward, x.place[0], len(x.v), *x.place[1:], plan.chunks_per_segment, reverse=True)
 
     def scan() -> None:
-        scan_states(k, v, g_cum, beta, A, states, 0, None, *place, False, num_sms)
+        scan_states(x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
 
     def reverse_scan() -> None:
-        scan_state_gradients(q, k, do, g_cum, beta, A, state_grads, 0, None, None, case.scale, *place, False, num_sms)
+        scan_state_gradients(
+            x.q, x.k, do, *gates, state_grads, 0, None, None, case.scale, *x.place, False, x.num_sms,
+            items=made.reverse, segment_states=start_grads,
+        )  # fmt: skip
 
     def fused() -> None:
-        bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, *gradients, 0, case.scale, *place, num_sms)
+        bwd_fused(x.q, x.k, x.v, *gates, do, states, state_grads, *gradients, 0, case.scale, *x.place, x.num_sms)
 
-    scan()
-    reverse_scan()
-    return {"scan_states": scan, "scan_state_gradients": reverse_scan, "bwd_fused": fused}
+    own: Calls = {"scan_states": scan, "scan_state_gradients": reverse_scan}
+    if start_grads is not None:
+        own = {"cp_prep_gradients": prepare_gradients, "cp_merge_gradients": merge_gradients, **own}
+    for call in own.values():
+        call()
+    return {**{name: call for name, call in made.calls.items() if name != "cp_plan"}, **own, "bwd_fused": fused}
 
 
 def us_per_chunk(case: Case, fused_ms: float, num_sms: int) -> tuple[int, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from bench.cases import Case
 from bench.facts import package_version
 from bench.timing import Start, at_once
+from qla.autocp import Plan
 
 # Forward: o [1, T, HV, 128], final state [S, HV, 128, 128] with K first. Backward: dq, dk, dv, dg, dbeta in the inputs' shapes.
 Outputs = tuple[Tensor, ...]
@@ -87,11 +88,18 @@ def _both(name: str, distributions: tuple[str, ...], module: str, operation: Cal
     )
 
 
-def _qla(case: Case) -> Operation:
+def _qla(case: Case, auto_cp: bool | Plan = True) -> Operation:
     from qla import chunk_gated_delta_rule
 
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.int()  # what the kernels read; int64 is converted in each call
-    return partial(chunk_gated_delta_rule, scale=case.scale, cu_seqlens=cu_seqlens)
+    cu_seqlens_cpu = None if cu_seqlens is None else cu_seqlens.cpu()  # the planner then knows the lengths
+    return partial(chunk_gated_delta_rule, scale=case.scale, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, auto_cp=auto_cp)
+
+
+def own_call(case: Case, plan: Plan, backward: bool) -> Call:
+    """Our forward or backward pass with this plan."""
+    operation = _qla(case, plan)
+    return _backward(operation, case) if backward else _forward(operation, case)
 
 
 def _fla(case: Case) -> Operation:
@@ -140,6 +148,7 @@ PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         _both("qla", ("qla",), "qla", _qla),
+        _both("qla_whole", ("qla",), "qla", partial(_qla, auto_cp=False)),  # no sequence cut
         _both("fla", ("fla-core", "flash-linear-attention"), "fla.ops.gated_delta_rule", _fla),
         _both("flash_qla", ("flash-qla",), "flash_qla", _flash_qla),
         _both("flash_qla_nocp", ("flash-qla",), "flash_qla", partial(_flash_qla, auto_cp=False)),

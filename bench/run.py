@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,16 @@ if not __package__:  # run as a file: the repository root belongs on the path, t
 from bench.cases import Case, make_case  # noqa: E402
 from bench.directions import DIRECTIONS, Direction, limit_of  # noqa: E402
 from bench.facts import append_line, environment, read_lines  # noqa: E402
-from bench.kernels import PROTOTYPE_US, backward_kernel_calls, kernel_calls, us_per_chunk  # noqa: E402
+from bench.kernels import ASSUMED, PROTOTYPE_US, backward_kernel_calls, kernel_calls, problem_of, us_per_chunk  # noqa: E402
 from bench.providers import PROVIDERS, Provider, use_own_path_of_fla  # noqa: E402
 from bench.shapes import GATES, SETS, Shape, parse_shape  # noqa: E402
 from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
+from qla import autocp  # noqa: E402
+from qla.autocp import WHOLE, Plan  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OWN = "qla"
+OURS = (OWN, "qla_whole")
 
 
 class OutOfBudget(Exception):
@@ -56,17 +59,18 @@ class Ready:
 
 @dataclass
 class Row:
-    """What one row of the table shows: times by provider, and notes."""
+    """What one row of the table shows: times by provider, notes, and the milliseconds that AutoCP predicts for ours, where asked for."""
 
     shape: Shape
     gates: str
     ms: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    predicted_ms: float | None = None
 
     @property
     def best_peer(self) -> tuple[str, float] | None:
-        # flash-qla without its context parallelism is the same package held back: no peer of its own.
-        peers = {name: ms for name, ms in self.ms.items() if name.partition(":")[0] not in (OWN, "flash_qla_nocp")}
+        # A package without its context parallelism is the same package held back: no peer of its own.
+        peers = {name: ms for name, ms in self.ms.items() if name.partition(":")[0] not in (*OURS, "flash_qla_nocp")}
         return min(peers.items(), key=lambda item: item[1]) if peers else None
 
     @property
@@ -151,7 +155,7 @@ def check_and_prepare(direction: Direction, provider: Provider, case: Case, expe
     timed()  # what is checked is a repetition, as what is timed: a backward pass might spoil what its forward pass saved
     found = direction.errors(expected, call.outputs(timed()))
     del timed  # and the memory that it holds
-    limits = {name: limit_of(name, provider.name == OWN) for name in found}
+    limits = {name: limit_of(name, provider.name in OURS) for name in found}
     wrong = [f"error of {name} {error:.2e}, allowed {limits[name]:.0e}" for name, error in found.items() if error > limits[name]]
     if wrong:
         raise ValueError(f"wrong: {'; '.join(wrong)}")
@@ -197,19 +201,19 @@ class Bench:
             return
         self.rows.append(row)
         timings = self.timer({name: entry.runnable for name, entry in ready.items()}, reps=self.reps)
+        kernels = self.kernels and OWN in ready
+        plan, planned = self.plan_of(row, case) if kernels else (WHOLE, {})
         for name, timing in timings.items():
             version = next(provider.version for provider in self.providers if provider.name == name)
-            self.record(row, name, version, timing, {f"err_{result}": error for result, error in ready[name].errors.items()})
+            errors = {f"err_{result}": error for result, error in ready[name].errors.items()}
+            self.record(row, name, version, timing, errors | (planned if name == OWN else {}))
         for (hk, hv, lengths, of_gates, name), ms in self.known.items():
             if (hk, hv, lengths, of_gates) == (shape.hk, shape.hv, shape.lengths, gates):
                 row.ms.setdefault(name, ms)
         print(format_row(row), flush=True)
         ready.clear()
-        if self.kernels and any(provider.name == OWN for provider in self.providers):
-            if self.direction == "fwd":
-                self.run_kernels(row, case)
-            else:
-                self.run_backward_kernels(row, case)
+        if kernels:
+            self.run_kernels(row, case, plan)
 
     def free_memory(self) -> None:
         if self.device != "cpu":
@@ -235,32 +239,41 @@ class Bench:
         line = make_record(row.shape, row.gates, name, version, timing, self.facts, self.direction)
         append_line(self.path, line | dict(extra))
 
-    def run_kernels(self, row: Row, case: Case) -> None:
-        """Times each of our kernels apart and prints the fused kernel's time a chunk and block."""
+    def plan_of(self, row: Row, case: Case) -> tuple[Plan, dict[str, Any]]:
+        """The plan that our own call takes, and what is recorded of it."""
+        from qla.device import device_spec
+
+        device, problem = device_spec(case.q.device), problem_of(row.shape)
+        plan = autocp.plan(problem, device)
+        us = autocp.predict(problem, device.sm_count, plan, ASSUMED[row.gates], self.direction == "bwd").total
+        row.predicted_ms = us / 1e3
+        return plan, {"plan": asdict(plan), "predicted_us": round(us, 2)}
+
+    def run_kernels(self, row: Row, case: Case, plan: Plan) -> None:
+        """Times each of our kernels apart; of uncut sequences also prints the fused kernel's time a chunk and block."""
         from qla.device import device_spec
 
         version = next(provider.version for provider in self.providers if provider.name == OWN)
-        timings = self.timer({name: self.ready_up(at_once(call)) for name, call in kernel_calls(case).items()}, reps=self.reps)
-        columns, us = us_per_chunk(case, timings["fwd_fused"].ms, device_spec(case.q.device).sm_count)
+        forward = self.direction == "fwd"
+        calls = kernel_calls(case, plan) if forward else backward_kernel_calls(case, plan)
+        timings = self.timer({name: self.ready_up(at_once(call)) for name, call in calls.items()}, reps=self.reps)
+        fused, of_fused = "", {}
+        if forward and plan == WHOLE:
+            columns, us = us_per_chunk(case, timings["fwd_fused"].ms, device_spec(case.q.device).sm_count)
+            of_fused = {"block_v": columns, "us_per_chunk": round(us, 4)}
+            fused = f"; fused {us:.2f} us a chunk and block of V={columns} (prototype {PROTOTYPE_US[columns]})"
         for name, timing in timings.items():
-            extra = {"block_v": columns, "us_per_chunk": round(us, 4)} if name == "fwd_fused" else {}
-            self.record(row, f"{OWN}:{name}", version, timing, extra)
-        times = ", ".join(f"{name} {timing.ms * 1e3:.1f} us" for name, timing in timings.items())
-        print(f"    {times}; fused {us:.2f} us a chunk and block of V={columns} (prototype {PROTOTYPE_US[columns]})", flush=True)
-
-    def run_backward_kernels(self, row: Row, case: Case) -> None:
-        """Times each of our backward kernels apart."""
-        version = next(provider.version for provider in self.providers if provider.name == OWN)
-        timings = self.timer({name: self.ready_up(at_once(call)) for name, call in backward_kernel_calls(case).items()}, reps=self.reps)
-        for name, timing in timings.items():
-            self.record(row, f"{OWN}:{name}", version, timing, {})
-        print(f"    {', '.join(f'{name} {timing.ms * 1e3:.1f} us' for name, timing in timings.items())}", flush=True)
+            self.record(row, f"{OWN}:{name}", version, timing, of_fused if name == "fwd_fused" else {})
+        print(f"    {', '.join(f'{name} {timing.ms * 1e3:.1f} us' for name, timing in timings.items())}{fused}", flush=True)
 
 
 def format_row(row: Row) -> str:
     times = ", ".join(f"{name} {ms:.4f}" for name, ms in row.ms.items())
     ratio = f", best peer / {OWN} {row.ratio:.2f}" if row.ratio else ""
-    return f"{row.shape.heads} {row.shape.lengths} {row.gates}: {times} ms{ratio}"
+    predicted = ""
+    if row.predicted_ms is not None:
+        predicted = f", predicted {row.predicted_ms * 1e3:.1f} us, off by {row.predicted_ms / row.ms[OWN] - 1:+.1%}"
+    return f"{row.shape.heads} {row.shape.lengths} {row.gates}: {times} ms{ratio}{predicted}"
 
 
 def usable_providers(names: Sequence[str], direction: str = "fwd") -> list[Provider]:

@@ -69,6 +69,9 @@ _SWEEP_LENGTHS = (
     *("8192x4", "4096x8", "2048x4", "1024x8"),
 )
 
+_CP_LENGTHS = ("32768", "8192", "2048", "24576+8192")
+_CP_ROWS = tuple(Shape(*heads, lengths) for heads in _TARGET_HEADS for lengths in _CP_LENGTHS)
+
 _BACKWARD_HEADS = ((16, 32), (8, 16), (4, 8), (2, 4))
 _BACKWARD_LENGTHS = ("8192", "4096x2", "2048x4", "1024x8", "32768", "16384x2", "8192x4", "4096x8")
 
@@ -76,6 +79,8 @@ _BACKWARD_LENGTHS = ("8192", "4096x2", "2048x4", "1024x8", "32768", "16384x2", "
 SETS: dict[str, tuple[Shape, ...]] = {
     "targets": tuple(Shape(*heads, lengths) for heads in _TARGET_HEADS for lengths in _TARGET_LENGTHS),
     "sweep": tuple(Shape(*heads, lengths) for heads in _SWEEP_HEADS for lengths in _SWEEP_LENGTHS),
+    # Few long sequences: those that AutoCP may cut.
+    "cp": _CP_ROWS,
     # One head configuration (a peer's first call is slow for each): many items, one item, ragged.
     "quick": tuple(Shape(16, 64, lengths) for lengths in ("8192x4", "32768", "24576+8192", "1024x8")),
 }
@@ -84,5 +89,6 @@ SETS: dict[str, tuple[Shape, ...]] = {
 BACKWARD_SETS: dict[str, tuple[Shape, ...]] = {
     "targets": tuple(Shape(*heads, lengths) for heads in _BACKWARD_HEADS for lengths in _BACKWARD_LENGTHS),
     "sweep": SETS["sweep"],
+    "cp": _CP_ROWS,
     "quick": tuple(Shape(16, 32, lengths) for lengths in ("32768", "8192x4", "8192", "1024x8")),
 }

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("kkt_solve", "fwd_fused", "cp_prep", "bwd_fused")
+KERNELS = ("kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused")
 ARCH = ("-gencode=arch=compute_90a,code=sm_90a",)
 
 

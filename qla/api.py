@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qla import autocp
+from qla.autocp import WHOLE, Plan
 from qla.autograd import Call, aligned, gated_delta_rule, launch_backward, launch_forward
 from qla.checks import (
     KERNEL_DIM,
@@ -20,6 +23,7 @@ from qla.checks import (
     unsupported_reason,
     warn_once,
 )
+from qla.device import device_spec
 from qla.reference import CHUNK, chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
 L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
@@ -42,7 +46,7 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     cp_context: object | None = None,
-    auto_cp: bool = True,
+    auto_cp: bool | Plan = True,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated Delta Rule attention; takes the place of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule`` (fla 0.6.0).
@@ -71,7 +75,9 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: a copy of cu_seqlens on the CPU; lets its values be checked, and spares the PyTorch path a wait.
     chunk_indices: accepted for fla's callers; not needed.
     cp_context: context parallelism over several GPUs; not supported (NotImplementedError).
-    auto_cp: whether one long sequence may be split over a GPU's multiprocessors. Accepted; nothing is split yet.
+    auto_cp: whether sequences may be split over a GPU's multiprocessors where ``qla.autocp`` expects that to be faster (``explain_plan``
+        tells); a ``Plan`` says how. Both passes follow it, and nothing waits for the GPU: where lengths are only known there, so are the
+        segments. The result is that of False but for rounding: what a segment neglects of the state before it is below exp(-10) of it.
     kwargs: use_gate_in_kernel, A_log [HV] and dt_bias [HV] (g holds raw values; -exp(A_log) softplus(g + dt_bias) is used),
         chunk_size (16, 32 or 64; the kernels always use 64, the result is the same), transpose_state_layout (old name
         of state_v_first). Others are ignored.
@@ -86,6 +92,7 @@ def chunk_gated_delta_rule(
         raise NotImplementedError("cp_context: qla does not support context parallelism over several GPUs; pass cp_context=None.")
     state_v_first = _state_layout(state_v_first, kwargs)
     _check_known_options(kwargs)
+    _check_auto_cp(auto_cp)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
     problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
@@ -105,6 +112,7 @@ def chunk_gated_delta_rule(
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
     tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    call = replace(call, plan=_segmentation(auto_cp, problem, q, cu_seqlens, cu_seqlens_cpu))
     o, final_state = gated_delta_rule(*tensors, call)
     return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
 
@@ -124,6 +132,7 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     state_v_first: bool = False,
+    auto_cp: bool | Plan = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The forward pass alone, with what it computes on the way; records no gradients.
 
@@ -137,6 +146,7 @@ def chunk_gated_delta_rule_fwd(
     """
     problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
     scale = check_scale(scale, problem.key_dim)
+    _check_auto_cp(auto_cp)
     reason = unsupported_reason(q, k, v)
     with torch.no_grad():
         if reason is not None:
@@ -147,9 +157,10 @@ def chunk_gated_delta_rule_fwd(
             return g_cum.float(), A.to(q.dtype), o, final_state
 
         tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-        g_cum, A, o, final_state = launch_forward(*tensors, call)
-        g_cum, A, o = (_rows_for_user(x, problem) for x in (g_cum, A, o[..., : problem.value_dim]))
-        return g_cum, A, o, _state_for_user(final_state, problem, state_v_first)
+        call = replace(call, plan=_segmentation(auto_cp, problem, q, cu_seqlens, cu_seqlens_cpu))
+        result = launch_forward(*tensors, call)
+        g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
+        return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
 
 
 def chunk_gated_delta_rule_bwd(
@@ -206,6 +217,11 @@ def chunk_gated_delta_rule_bwd(
         dq = -dq if scale < 0 else dq
         dq, dk, dv = (x[..., :size].contiguous() for x, size in ((dq, problem.key_dim), (dk, problem.key_dim), (dv, problem.value_dim)))
         return dq, dk, dv, dg, dbeta, _state_for_user(dh0, problem, state_v_first)
+
+
+def _check_auto_cp(auto_cp: object) -> None:
+    if not isinstance(auto_cp, (bool, Plan)):
+        raise TypeError(f"auto_cp must be a bool or a qla.autocp.Plan, got {type(auto_cp).__name__}")
 
 
 def _state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
@@ -305,6 +321,22 @@ def _normalise(
         cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
     call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state)
     return (q, k, v, g, beta, initial_state, cu_seqlens), call
+
+
+def _segmentation(auto_cp: bool | Plan, problem: Problem, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Plan:
+    """How a call's sequences are cut; their lengths count where the host has them."""
+    if isinstance(auto_cp, Plan):
+        return auto_cp
+    if not auto_cp or problem.num_seqs == 0 or problem.tokens == 0:
+        return WHOLE
+    on_host = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens
+    lengths = None
+    if on_host is not None and on_host.device.type == "cpu":
+        lengths = tuple(on_host.diff().tolist())
+    sizes = autocp.Problem(
+        problem.key_heads, problem.value_heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths
+    )
+    return autocp.plan(sizes, device_spec(q.device))
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:

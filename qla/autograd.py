@@ -8,16 +8,18 @@ gradients find their way back to its shapes and dtypes without help.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qla.autocp import WHOLE, Plan
 from qla.device import device_spec
 from qla.reference import CHUNK
 
+LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
 WORKSPACE_BYTES = 2 << 30
@@ -32,6 +34,7 @@ class Call:
     scale: factor on o, finite and >= 0.
     state_v_first: states are [V, K] instead of [K, V].
     output_final_state: whether to compute the final state.
+    plan: how sequences are cut into segments.
     """
 
     num_seqs: int
@@ -39,17 +42,33 @@ class Call:
     scale: float
     state_v_first: bool
     output_final_state: bool
+    plan: Plan = WHOLE
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward kernels give.
+
+    g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, 128].
+    final_state: [S, HV, 128, 128] fp32 or None.
+    items: [segments, HV, 4] int32 twice, work items of the forward and of the reverse direction (``qla.kernels.cp_plan``); None if no
+        sequence is cut.
+    """
+
+    g_cum: Tensor
+    A: Tensor
+    o: Tensor
+    final_state: Tensor | None
+    items: tuple[Tensor, Tensor] | None = None
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> Forward:
     """Launches the forward kernels on the current stream of q's device.
 
     q, k: [N, H, 128] bf16 or fp16; v: [N, HV, 128], same dtype; g, beta: [N, HV] fp32; initial_state: [S, HV, 128, 128] fp32
     or None; cu_seqlens: [S + 1] int32 on q's device, or None for equal lengths.
-
-    Returns (g_cum [N, HV] fp32 in log2 units, A [N, HV, 64], o [N, HV, 128], final_state [S, HV, 128, 128] fp32 or None).
     """
     tokens, heads, _ = v.shape
     if tokens == 0 or call.num_seqs == 0:
@@ -62,22 +81,72 @@ def launch_forward(
     o = torch.empty_like(v)
     state_shape = (call.num_seqs, heads, k.shape[-1], v.shape[-1])
     final_state = torch.empty(state_shape, dtype=torch.float32, device=q.device) if call.output_final_state else None
+    place = (cu_seqlens, call.num_seqs, call.seq_len)
     with torch.cuda.device(q.device):
-        g_cum, A = kkt_solve(k, g, beta, o, cu_seqlens, call.num_seqs, call.seq_len, num_sms)
+        is_cut = call.plan.chunks_per_segment > 0
+        g_cum, A, bound = kkt_solve(k, g, beta, o, *place, num_sms, with_bound=is_cut)
+        forward = reverse = order = states = None
+        if is_cut:
+            forward, reverse, order = _work_items(bound, tokens, cu_seqlens, call, num_sms)
+            states, _ = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
         fwd_fused(
-            q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale,
-            cu_seqlens, call.num_seqs, call.seq_len, call.state_v_first, num_sms,
+            q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale, *place, call.state_v_first, num_sms,
+            items=forward, order=order, segment_states=states,
         )  # fmt: skip
-    return g_cum, A, o, final_state
+    return Forward(g_cum, A, o, final_state, None if forward is None or reverse is None else (forward, reverse))
 
 
-def _result_without_tokens(v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call, num_sms: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What each segment and head starts from, forward and reverse, decided on the device, and the order of the forward pass's blocks."""
+    from qla.kernels.cp_plan import cp_plan
+
+    plan = call.plan
+    num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
+    items: tuple[Tensor, Tensor, Tensor] = cp_plan(
+        bound, cu_seqlens, tokens, call.num_seqs, call.seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
+        plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E, num_sms,
+    )  # fmt: skip
+    return items
+
+
+def _segment_states(
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    initial_state: Tensor | None,
+    items: Tensor,
+    cu_seqlens: Tensor | None,
+    call: Call,
+    num_sms: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """States that segments start from, [segments, HV, 128, 128] fp32, and transitions, [segments, HV, 2, 128, 128] bf16.
+
+    Written where items need them; None where the plan lets no item need any.
+    """
+    from qla.kernels.cp_merge import cp_merge
+    from qla.kernels.cp_prep import prepare_states
+
+    plan, place = call.plan, (cu_seqlens, call.num_seqs, call.seq_len)
+    if not plan.needs_states:
+        return None, None
+    pairs, dim = items.shape[:2], v.shape[-1]
+    states = v.new_empty(*pairs, dim, dim, dtype=torch.float32)
+    transitions = v.new_empty(*pairs, 2, dim, dim, dtype=torch.bfloat16) if plan.max_transition_heads > 0 else None
+    prepare_states(k, v, g_cum, beta, A, initial_state, *place, call.state_v_first, num_sms, items, states, transitions)
+    if transitions is not None:
+        cp_merge(states, transitions, items, cu_seqlens, len(v), *place[1:], plan.chunks_per_segment, reverse=False)
+    return states, transitions
+
+
+def _result_without_tokens(v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call) -> Forward:
     """No sequence, or no token in any: nothing to launch; the final state is the initial one."""
     tokens, heads, dim = v.shape
     final_state = None
     if call.output_final_state:
         final_state = v.new_zeros(call.num_seqs, heads, dim, dim, dtype=torch.float32) if initial_state is None else initial_state.clone()
-    return torch.zeros_like(g), v.new_zeros(tokens, heads, CHUNK), torch.zeros_like(v), final_state
+    return Forward(torch.zeros_like(g), v.new_zeros(tokens, heads, CHUNK), torch.zeros_like(v), final_state)
 
 
 def gated_delta_rule(
@@ -95,15 +164,16 @@ def gated_delta_rule(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         apply: Callable[..., tuple[Tensor, Tensor | None]] = _GatedDeltaRule.apply
         return apply(*inputs, cu_seqlens, call)
-    _, _, o, final_state = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
-    return o, final_state
+    result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
+    return result.o, result.final_state
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     """Both passes by the kernels.
 
-    Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens. A token takes 392 bytes a value head (v 256, A 128, g_cum
-    and beta 4 each) and 512 a key head (q, k); of these, A and g_cum are not the caller's own. The states are computed again.
+    Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens, items. A token takes 392 bytes a value head (v 256, A 128,
+    g_cum and beta 4 each) and 512 a key head (q, k); of these, A and g_cum are not the caller's own. Where sequences are cut, a segment
+    takes 32 bytes a value head: both passes go by the same items. The states are computed again.
     """
 
     @staticmethod
@@ -118,19 +188,20 @@ class _GatedDeltaRule(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor | None]:
-        g_cum, A, o, final_state = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
-        ctx.save_for_backward(q, k, v, g_cum, beta, A, initial_state, cu_seqlens)
+        result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
+        ctx.save_for_backward(q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens, *(result.items or (None, None)))
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return o, final_state
+        return result.o, result.final_state
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g_cum, beta, A, initial_state, cu_seqlens = ctx.saved_tensors
+        q, k, v, g_cum, beta, A, initial_state, cu_seqlens, *items = ctx.saved_tensors
         do, dht = grad_outputs
         needed = ctx.needs_input_grad[:6]
         with torch.no_grad():
-            grads = launch_backward(q, k, v, g_cum, beta, A, initial_state, do, dht, cu_seqlens, ctx.call, needed[5])
+            saved = (q, k, v, g_cum, beta, A, initial_state)
+            grads = launch_backward(*saved, do, dht, cu_seqlens, ctx.call, needed[5], None if items[0] is None else items)
         kept = (grad if need else None for grad, need in zip(grads, needed, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             anchor = _leaf(q)
@@ -192,12 +263,13 @@ def launch_backward(
     cu_seqlens: Tensor | None,
     call: Call,
     initial_state_grad: bool,
+    items: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launches the backward kernels on the current stream of q's device.
 
-    Takes what ``launch_forward`` took and gave, and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the final state,
-    in any dtype, None for zero. Two scans write the states and their gradients for all chunks of a slice of heads, as many as
-    fit into ``workspace_limit()``; then one kernel computes the rest.
+    Takes what ``launch_forward`` took and gave (items too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
+    final state, in any dtype, None for zero. Two scans write the states and their gradients for all chunks of a slice of heads, as many
+    as fit into ``workspace_limit()``; then one kernel computes the rest.
 
     Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
     """
@@ -209,7 +281,9 @@ def launch_backward(
         return *(torch.zeros_like(x) for x in (q, k, v, g_cum, beta)), dh0 if initial_state_grad else None  # type: ignore[return-value]
 
     from qla.kernels.bwd_fused import bwd_fused
-    from qla.kernels.cp_prep import num_slots, scan_state_gradients, scan_states
+    from qla.kernels.cp_merge import cp_merge
+    from qla.kernels.cp_prep import prepare_state_gradients, scan_state_gradients, scan_states
+    from qla.kernels.ws import num_slots
 
     num_sms = device_spec(q.device).sm_count
     place = (cu_seqlens, call.num_seqs, call.seq_len)
@@ -218,12 +292,26 @@ def launch_backward(
     slots = num_slots(tokens, call.num_seqs, call.seq_len)
     slices = list(head_slices(k.shape[1], value_heads, 2 * slots * dim * dim * q.element_size(), workspace_limit()))
     workspace = q.new_empty(2, slots * max(heads for _, heads in slices), dim, dim)
+    forward = reverse = starts = start_grads = None
     with torch.cuda.device(q.device):
+        if items is not None:
+            forward, reverse = items
+            starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
+            if starts is not None and transitions is not None:
+                start_grads = torch.empty_like(starts)
+                prepare_state_gradients(
+                    q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
+                )  # fmt: skip
+                cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
-            scan_states(k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms)
+            scan_states(
+                k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
+                items=forward, segment_states=starts,
+            )  # fmt: skip
             scan_state_gradients(
-                q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms
+                q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
+                items=reverse, segment_states=start_grads,
             )  # fmt: skip
             bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
     return dq, dk, dv, dg, dbeta, dh0

@@ -4,10 +4,10 @@
     compute-sanitizer --tool racecheck python tests/sanitize.py
 
 Packed sequences with tails, an empty one and rows that none owns; equal lengths; both block widths and dtypes; states in
-both layouts; offsets that are wrong. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks
-are for many items, which here are sequences of a few tokens. The backward pass runs whole and in slices of one key
-head. PyTorch's cache of freed memory is switched off, so that memcheck sees the true ends of the tensors. ``--quick``
-leaves out fp16.
+both layouts; offsets that are wrong; sequences cut into segments of a chunk or two, with warm-up, transitions and serial
+heads. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks are for many items, which here
+are sequences of a few tokens. The backward pass runs whole and in slices of one key head. PyTorch's cache of freed memory
+is switched off, so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import qla  # noqa: E402
+from qla.autocp import Plan  # noqa: E402
 
 
 def inputs(tokens: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
@@ -72,8 +73,13 @@ def main() -> None:
         run(f"{dtype} equal lengths, 1/3 heads, no state", inputs(100, (1, 3), dtype, batch=2), None, state=False)
         run(f"{dtype} {count * 8} items, wide blocks", inputs(3 * count, (2, 8), dtype), list(range(0, 3 * count + 1, 3)))
         run(f"{dtype} {count * 8} items of 66 tokens, wide blocks", inputs(66, (2, 8), dtype, batch=count), None, state=False)
+        for plan in (Plan(1, 1, 1, 1, 0), Plan(1, 2, 0, 1, 2), Plan(2, 1, 0, 1, 1000)):
+            cut = inputs(360, (2, 4), dtype)
+            cut[3][..., ::2] = 0.0  # every second head never decays
+            run(f"{dtype} {plan}", cut, [0, 260, 260, 261, 350], auto_cp=plan)
     for wrong in ([0, 50, 20, 128], [0, 300], [-64, 128], [100, 0, 100], [2**31 - 1, -(2**31)]):
         run(f"wrong offsets {wrong}", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
+        run(f"wrong offsets {wrong}, cut", inputs(128, (2, 4), torch.bfloat16), wrong, check=False, auto_cp=Plan(1, 2, 0, 1, 1))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ import torch
 from bench import directions, facts, kernels, run, timing
 from bench.cases import errors, expected_slice, make_case, make_gates
 from bench.gradients import NAMES, expected_gradients, gradient_errors
-from bench.providers import PROVIDERS, Call, Provider
+from bench.providers import PROVIDERS, Call, Provider, own_call
 from bench.shapes import BACKWARD_SETS, SETS, Shape, parse_lengths, parse_shape
+from qla import autocp
+from qla.autocp import WHOLE, Plan
 
 FACTS = {"gpu": "a GPU", "torch": "2", "tilelang": "0.1.15", "commit": "abc", "date": "2026-01-01T00:00:00Z"}
 REQUIRED = ["direction", "hk", "hv", "lengths", "gates", "provider", "ms", "ms_min", "ms_max"]
@@ -53,6 +55,7 @@ def test_sets():
     assert len(BACKWARD_SETS["targets"]) == 32 and set(BACKWARD_SETS) == set(SETS)
     assert {shape.tokens for shape in BACKWARD_SETS["targets"]} == {8192, 32768}
     assert {len(shape.sequence_lengths) for shape in BACKWARD_SETS["targets"]} == {1, 2, 4, 8}
+    assert SETS["cp"] == BACKWARD_SETS["cp"] and len(set(SETS["cp"])) == 16 and set(SETS["cp"]) <= set(SETS["sweep"])
 
 
 def test_gates():
@@ -195,12 +198,13 @@ def test_known_times_fill_in(tmp_path):
 
 
 def test_table():
+    held_back = {"flash_qla_nocp": 0.1, "qla_whole": 0.1, "qla:fwd_fused": 0.3}
     rows = [
-        run.Row(Shape(16, 64, "8192x4"), "fast", {"qla": 0.5, "fla": 3.0, "flash_qla": 1.0, "flash_qla_nocp": 0.1, "qla:fwd_fused": 0.3}),
+        run.Row(Shape(16, 64, "8192x4"), "fast", {"qla": 0.5, "fla": 3.0, "flash_qla": 1.0, **held_back}),
         run.Row(Shape(2, 8, "2048"), "slow", {"qla": 0.5, "fla": 0.25}),
         run.Row(Shape(2, 8, "4096"), "slow", {"qla": 0.5}),
     ]
-    assert rows[0].best_peer == ("flash_qla", 1.0), "neither our own kernels nor a peer held back is the best peer"
+    assert rows[0].best_peer == ("flash_qla", 1.0), "neither our own kernels nor a package held back is the best peer"
     text = run.format_table(rows, ["qla", "fla", "flash_qla"])
     header, first, second, third, summary = text.splitlines()
     assert header.split() == ["heads", "lengths", "gates", "qla", "fla", "flash_qla", "best", "peer", "ratio"]
@@ -273,6 +277,29 @@ def test_calls_of_peers(provider, lengths, monkeypatch):
         assert torch.equal(final, state)
     if provider.startswith("flash_qla"):
         assert kwargs["auto_cp"] is (provider == "flash_qla")
+
+
+@pytest.mark.parametrize("provider", ["qla", "qla_whole"])
+@pytest.mark.parametrize("lengths", ["70+64", "64"])
+def test_calls_of_ours(provider, lengths, monkeypatch):
+    """The planner knows the lengths, and nothing is converted in the timed part."""
+    case = make_case(Shape(1, 2, lengths), "fast", "cpu")
+    calls: list = []
+    fake_module(monkeypatch, "qla", calls, lambda args: (args[2], torch.zeros(1)))
+    call = PROVIDERS[provider].prepare(case)
+    for _ in range(2):
+        call.start()()
+    first, second = (kwargs for _, kwargs in calls)
+    assert first["auto_cp"] is (provider == "qla")
+    if lengths == "64":
+        assert first["cu_seqlens"] is first["cu_seqlens_cpu"] is None
+    else:
+        assert first["cu_seqlens"].dtype == torch.int32 and first["cu_seqlens_cpu"].tolist() == [0, 70, 134]
+        assert all(first[name] is second[name] for name in ("cu_seqlens", "cu_seqlens_cpu"))
+    cut = Plan(1, 1, 0, 0, 0)
+    own_call(case, cut, backward=False).start()()
+    assert calls[-1][1]["auto_cp"] is cut
+    assert PROVIDERS[provider].prepare_backward is not None
 
 
 # The backward pass
@@ -422,65 +449,122 @@ def test_serial_chunks():
     assert kernels.serial_chunks([640, 64, 64], 1, 2) == 10
 
 
-@pytest.mark.parametrize("lengths", ["70+64", "64"])
-def test_kernels_are_timed_apart(lengths, tmp_path, monkeypatch, capsys):
-    launches = []
+class FakeKernels:
+    """Stands in for the kernel modules: every launcher notes its call and gives what the real one gives."""
 
-    def kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms):
-        launches.append(("kkt_solve", num_seqs, seq_len, None if cu_seqlens is None else cu_seqlens.dtype))
-        return g, torch.zeros(*g.shape, 64)
-
-    def fwd_fused(q, k, v, g_cum, beta, A, o, h0, ht, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms):
-        assert q.shape == k.shape == (len(v), 1, 128) and A.shape == (len(v), 2, 64) and g_cum.shape == beta.shape == (len(v), 2)
-        assert o.shape == v.shape and h0 is None and ht.shape == (num_seqs, 2, 128, 128)
-        launches.append(("fwd_fused", num_seqs, seq_len, None if cu_seqlens is None else cu_seqlens.dtype))
-
-    fused = SimpleNamespace(fwd_fused=fwd_fused, choose_block_v=lambda items, sms: 64)
-    monkeypatch.setitem(sys.modules, "qla.kernels.fwd_fused", fused)
-    monkeypatch.setitem(sys.modules, "qla.kernels.kkt_solve", SimpleNamespace(kkt_solve=kkt_solve))
-    monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
-    milliseconds = {"qla": 0.5, "kkt_solve": 0.1, "fwd_fused": 0.2}
-
-    def ready_up(start):
-        function = start()
-        function()
-        return timing.Runnable(function, "graph")
-
-    bench = make_bench(tmp_path, [fake_provider("qla")], milliseconds, kernels=True, ready_up=ready_up)
-    bench.run_row(Shape(1, 2, lengths), "fast")
-    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
-    assert [line["provider"] for line in lines] == ["qla", "qla:kkt_solve", "qla:fwd_fused"]
-    packed = lengths != "64"
-    assert set(launches) == {
-        (name, 2 if packed else 1, 0 if packed else 64, torch.int32 if packed else None) for name in milliseconds if name != "qla"
+    LAUNCHERS = {
+        "kkt_solve": ["kkt_solve"],
+        "cp_plan": ["cp_plan"],
+        "cp_prep": ["prepare_states", "prepare_state_gradients", "scan_states", "scan_state_gradients"],
+        "cp_merge": ["cp_merge"],
+        "fwd_fused": ["fwd_fused"],
+        "bwd_fused": ["bwd_fused"],
     }
-    assert lines[2]["block_v"] == 64 and lines[2]["us_per_chunk"] == pytest.approx(200 / (2 if packed else 1))
-    assert "prototype 1.3" in capsys.readouterr().out
+
+    def __init__(self, monkeypatch, plan: Plan) -> None:
+        self.launches: list[tuple[str, tuple, dict]] = []
+        self.items = tuple(torch.zeros(3, 2, 4) for _ in range(2)), torch.zeros(12)
+        for module, names in self.LAUNCHERS.items():
+            functions = {name: self.launcher(name) for name in names}
+            monkeypatch.setitem(sys.modules, f"qla.kernels.{module}", SimpleNamespace(choose_block_v=lambda *sizes: 64, **functions))
+        monkeypatch.setitem(sys.modules, "qla.kernels.ws", SimpleNamespace(num_slots=lambda *sizes: 5))
+        monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
+        monkeypatch.setattr(autocp, "plan", lambda problem, device: plan)
+
+    def launcher(self, name):
+        def launch(*args, **kwargs):
+            assert all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor))
+            self.launches.append((name, args, kwargs))
+            if name == "kkt_solve":
+                g = args[1]
+                return g, torch.zeros(*g.shape, 64), g if kwargs["with_bound"] else g[:1]
+            return (*self.items[0], self.items[1]) if name == "cp_plan" else None
+
+        return launch
+
+    def of(self, name) -> tuple[tuple, dict]:
+        """Arguments of the last launch."""
+        return next((args, kwargs) for launched, args, kwargs in reversed(self.launches) if launched == name)
+
+
+def run_once(start) -> timing.Runnable:
+    function = start()
+    function()
+    return timing.Runnable(function, "graph")
+
+
+CUTS = {
+    "uncut": (WHOLE, [], []),
+    "lean": (Plan(1, 1, 1, 1, 0), ["cp_plan"], []),
+    "prepared": (Plan(1, 1, 0, 1, 0), ["cp_plan", "cp_prep"], ["cp_prep"]),
+    "transitions": (
+        Plan(1, 2, 1, 1, 2),
+        ["cp_plan", "cp_prep", "cp_merge"],
+        ["cp_prep", "cp_merge", "cp_prep_gradients", "cp_merge_gradients"],
+    ),
+}
 
 
 @pytest.mark.parametrize("lengths", ["70+64", "64"])
-def test_backward_kernels_are_timed_apart(lengths, tmp_path, monkeypatch):
-    launches = []
+@pytest.mark.parametrize("cut", CUTS)
+def test_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch, capsys):
+    plan, between, _ = CUTS[cut]
+    fake = FakeKernels(monkeypatch, plan)
+    names, packed = ["kkt_solve", *between, "fwd_fused"], lengths != "64"
+    assert names == autocp.launches(plan, backward=False)
+    bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5, **dict.fromkeys(names, 0.2)}, kernels=True, ready_up=run_once)
+    shape = Shape(1, 2, lengths)
+    bench.run_row(shape, "fast")
+    own, *lines = (json.loads(line) for line in bench.path.read_text().splitlines())
+    assert [line["provider"] for line in lines] == [f"qla:{name}" for name in names]
+    assert own["provider"] == "qla" and Plan(**own["plan"]) == plan
+    predicted = autocp.predict(kernels.problem_of(shape), 132, plan).total
+    assert own["predicted_us"] == pytest.approx(predicted, abs=0.01)
+    said = capsys.readouterr().out
+    assert f"predicted {predicted:.1f} us, off by {predicted / 500 - 1:+.1%}" in said
 
-    def launch(name):
-        def function(*tensors):
-            launches.append(name)
-            assert all(x.is_contiguous() for x in tensors if isinstance(x, torch.Tensor))
+    place = (2, 0) if packed else (1, 64)
+    args, kwargs = fake.of("kkt_solve")
+    assert args[5:] == (*place, 132) and kwargs == {"with_bound": plan != WHOLE}
+    args, kwargs = fake.of("fwd_fused")
+    q, k, v, g_cum, beta, A, o, h0, ht, _, cu_seqlens, *rest = args
+    assert q.shape == k.shape == (len(v), 1, 128) and A.shape == (len(v), 2, 64) and g_cum.shape == beta.shape == (len(v), 2)
+    assert o.shape == v.shape and h0 is None and ht.shape == (place[0], 2, 128, 128) and rest == [*place, False, 132]
+    assert (None if cu_seqlens is None else cu_seqlens.dtype) == (torch.int32 if packed else None)
+    assert (kwargs["items"] is None) == (kwargs["order"] is None) == (plan == WHOLE)
+    assert (kwargs["segment_states"] is None) == (not plan.needs_states)
+    assert ("us_per_chunk" in lines[-1]) == ("prototype 1.3" in said) == (plan == WHOLE)
+    if plan == WHOLE:
+        assert lines[-1]["block_v"] == 64 and lines[-1]["us_per_chunk"] == pytest.approx(200 / (2 if packed else 1))
+    if plan.needs_states:
+        *_, items, states, transitions = fake.of("prepare_states")[0]
+        assert items is kwargs["items"] and states is kwargs["segment_states"] and states.shape == (3, 2, 128, 128)
+        assert (transitions is None) == (plan.max_transition_heads == 0)
 
-        return function
 
-    solve = SimpleNamespace(kkt_solve=lambda k, g, *rest: (g, torch.zeros(*g.shape, 64)))
-    scans = {name: launch(name) for name in ("scan_states", "scan_state_gradients")}
-    monkeypatch.setitem(sys.modules, "qla.kernels.kkt_solve", solve)
-    monkeypatch.setitem(sys.modules, "qla.kernels.cp_prep", SimpleNamespace(num_slots=lambda *sizes: 5, **scans))
-    monkeypatch.setitem(sys.modules, "qla.kernels.bwd_fused", SimpleNamespace(bwd_fused=launch("bwd_fused")))
-    monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
-    names = ["scan_states", "scan_state_gradients", "bwd_fused"]
-    bench = make_bench(tmp_path, [fake_provider("qla")], dict.fromkeys(["qla", *names], 0.1), kernels=True, direction="bwd")
-    bench.run_backward_kernels(run.Row(Shape(1, 2, lengths), "fast"), make_case(Shape(1, 2, lengths), "fast", "cpu"))
+@pytest.mark.parametrize("lengths", ["70+64", "64"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_backward_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch):
+    plan, _, before = CUTS[cut]
+    fake = FakeKernels(monkeypatch, plan)
+    names = [*before, "scan_states", "scan_state_gradients", "bwd_fused"]
+    assert names == autocp.launches(plan, backward=True)
+    milliseconds = dict.fromkeys(["qla", *names], 0.1)
+    bench = make_bench(tmp_path, [fake_provider("qla")], milliseconds, kernels=True, direction="bwd", ready_up=run_once)
+    bench.run_kernels(run.Row(Shape(1, 2, lengths), "fast"), make_case(Shape(1, 2, lengths), "fast", "cpu"), plan)
     lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
     assert [(line["provider"], line["direction"]) for line in lines] == [(f"qla:{name}", "bwd") for name in names]
-    assert launches[:2] == names[:2]
+    # Each has run once with what those before it made before it is timed.
+    launched = [name for name, _, _ in fake.launches]
+    assert launched.index("scan_state_gradients") < launched.index("bwd_fused")
+    (forward, reverse), _ = fake.items
+    items = [fake.of(name)[1]["items"] for name in ("scan_states", "scan_state_gradients")]
+    assert all(a is b for a, b in zip(items, (None, None) if plan == WHOLE else (forward, reverse), strict=True))
+    if plan.max_transition_heads:
+        *_, of_items, start_grads = fake.of("prepare_state_gradients")[0]
+        assert of_items is reverse and fake.of("scan_state_gradients")[1]["segment_states"] is start_grads
+        merge = fake.of("cp_merge")
+        assert merge[0][0] is start_grads and merge[0][2] is forward and merge[1] == {"reverse": True}
 
 
 def test_summary():

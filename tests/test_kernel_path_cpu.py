@@ -16,7 +16,11 @@ from inputs import LENGTHS_WITH_GAPS, cu_seqlens_of, make_inputs, make_state
 from numeric import assert_bitwise_equal, assert_close
 
 import qla
-from qla.autograd import head_slices, workspace_limit
+from qla import autocp
+from qla.api import _segmentation
+from qla.autocp import WHOLE, Plan
+from qla.autograd import LOG2E, head_slices, workspace_limit
+from qla.checks import check_inputs
 from qla.device import DeviceSpec
 from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
@@ -25,10 +29,12 @@ SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
 
 class StandIns:
     """Records the launches; the other methods have the kernels' signatures. The scans compute nothing: they note what they got, and
-    ``bwd_fused`` makes all gradients of the slice from it."""
+    ``bwd_fused`` makes all gradients of the slice from it. Nor do the kernels of cut calls compute anything: what they make and get is
+    kept in ``made`` and ``got``, by launch, for comparisons by identity."""
 
     def __init__(self):
         self.launches = []
+        self.made, self.got = {}, {}
 
     @staticmethod
     def check(name, x, shape, dtype):
@@ -42,7 +48,7 @@ class StandIns:
         assert seq_len == 0 and cu_seqlens.dtype == torch.int32 and cu_seqlens.shape == (num_seqs + 1,)
         return [x.unsqueeze(0) for x in tensors]
 
-    def kkt_solve(self, k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms):
+    def kkt_solve(self, k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound):
         self.launches.append("kkt_solve")
         tokens, heads = g.shape
         self.check("k", k, (tokens, k.shape[1], 128), k.dtype)
@@ -55,12 +61,20 @@ class StandIns:
             o[int(cu_seqlens[-1]) :] = 0
         self.g = g
         g_cum, A = chunk_gate_sum_and_inverse(*self.batched(cu_seqlens, num_seqs, seq_len, k, g, beta), cu_seqlens)
-        return g_cum.flatten(0, 1), A.flatten(0, 1).to(k.dtype)
+        self.bound = torch.zeros(self.num_slots(tokens, num_seqs, seq_len) if with_bound else 1, heads)
+        self.made["kkt_solve"] = g_cum, A, _ = g_cum.flatten(0, 1), A.flatten(0, 1).to(k.dtype), self.bound
+        return g_cum, A, self.bound
 
     def fwd_fused(
-        self, q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms
-    ):
+        self, q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+        items, order, segment_states,
+    ):  # fmt: skip
         self.launches.append("fwd_fused")
+        assert (items is None) == (order is None) and (order is None or order.numel() == 2 * items.shape[0] * items.shape[1])
+        self.got["fwd_fused"] = {
+            "tensors": (k, v, g_cum, beta, A, initial_state), "place": (cu_seqlens, num_seqs, seq_len), "items": items, "order": order,
+            "states": segment_states,
+        }  # fmt: skip
         tokens, heads, _ = v.shape
         for name, x, shape, dtype in (
             ("q", q, tuple(k.shape), k.dtype),
@@ -93,7 +107,11 @@ class StandIns:
             self.check("state", state, (num_seqs, x.shape[1], 128, 128), torch.float32)
         states.fill_(math.nan)
 
-    def scan_states(self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms):
+    def scan_states(
+        self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items,
+        segment_states,
+    ):  # fmt: skip
+        self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states})
         self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
         self.initial_state, self.state_v_first = initial_state, state_v_first
 
@@ -115,9 +133,60 @@ class StandIns:
         seq_len,
         state_v_first,
         num_sms,
+        items,
+        segment_states,
     ):
+        self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states})
         self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
         self.final_grad, self.initial_grad = final_grad, initial_grad
+
+    def cp_plan(
+        self, bound, cu_seqlens, tokens, num_seqs, seq_len, num_segments, segment_chunks, split, inline_warmup, max_warmup,
+        max_transition_heads, threshold, num_sms,
+    ):  # fmt: skip
+        self.launches.append("cp_plan")
+        assert bound is self.bound and len(bound) == self.num_slots(tokens, num_seqs, seq_len) and num_sms == SPEC.sm_count
+        rule = (segment_chunks, split, inline_warmup, max_warmup, max_transition_heads, threshold)
+        self.got["cp_plan"] = {"place": (cu_seqlens, num_seqs, seq_len), "tokens": tokens, "segments": num_segments, "rule": rule}
+        forward, reverse = torch.zeros(2, num_segments, bound.shape[1], 4, dtype=torch.int32)
+        self.made["cp_plan"] = forward, reverse, torch.zeros(2 * num_segments * bound.shape[1], dtype=torch.int32)
+        return self.made["cp_plan"]
+
+    def check_starts(self, items, states, transitions):
+        self.check("states", states, (*items.shape[:2], 128, 128), torch.float32)
+        if transitions is not None:
+            self.check("transitions", transitions, (*items.shape[:2], 2, 128, 128), torch.bfloat16)
+
+    def prepare_states(
+        self, k, v, g_cum, beta, A, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states, transitions
+    ):
+        self.launches.append("prepare_states")
+        self.check_starts(items, segment_states, transitions)
+        assert num_sms == SPEC.sm_count
+        self.got["prepare_states"] = {
+            "tensors": (k, v, g_cum, beta, A, initial_state), "place": (cu_seqlens, num_seqs, seq_len), "items": items,
+            "states": segment_states, "transitions": transitions, "layout": state_v_first,
+        }  # fmt: skip
+
+    def prepare_state_gradients(
+        self, q, k, do, g_cum, beta, A, final_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states
+    ):
+        self.launches.append("prepare_state_gradients")
+        self.check_starts(items, segment_states, None)
+        assert num_sms == SPEC.sm_count
+        self.check("do", do, (*g_cum.shape, 128), k.dtype)
+        self.got["prepare_state_gradients"] = {
+            "tensors": (k, g_cum, beta, A, final_grad), "place": (cu_seqlens, num_seqs, seq_len), "items": items,
+            "states": segment_states, "scale": scale, "layout": state_v_first,
+        }  # fmt: skip
+
+    def cp_merge(self, segment_states, transitions, items, cu_seqlens, tokens, num_seqs, seq_len, segment_chunks, reverse):
+        self.launches.append(("cp_merge", reverse))
+        self.check_starts(items, segment_states, transitions)
+        self.got["cp_merge", reverse] = {
+            "place": (cu_seqlens, num_seqs, seq_len), "items": items, "states": segment_states, "transitions": transitions,
+            "tokens": tokens, "chunks": segment_chunks,
+        }  # fmt: skip
 
     def bwd_fused(
         self, q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
@@ -139,7 +208,10 @@ class StandIns:
 KERNELS = {
     "kkt_solve": ["kkt_solve"],
     "fwd_fused": ["fwd_fused"],
-    "cp_prep": ["num_slots", "scan_states", "scan_state_gradients"],
+    "cp_plan": ["cp_plan"],
+    "cp_prep": ["prepare_states", "prepare_state_gradients", "scan_states", "scan_state_gradients"],
+    "cp_merge": ["cp_merge"],
+    "ws": ["num_slots"],
     "bwd_fused": ["bwd_fused"],
 }
 
@@ -154,6 +226,7 @@ def kernels(monkeypatch):
         monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
     monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
     monkeypatch.setattr("qla.autograd.device_spec", lambda device: SPEC)
+    monkeypatch.setattr("qla.api.device_spec", lambda device: SPEC)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return stand_ins
 
@@ -212,9 +285,9 @@ def test_fitting_inputs_are_not_copied(rng, kernels, monkeypatch):
     seen = {}
     original = kernels.fwd_fused
 
-    def spy(q, k, v, g_cum, beta, *rest):
+    def spy(q, k, v, g_cum, beta, *rest, **options):
         seen.update(q=q, k=k, v=v, beta=beta)
-        original(q, k, v, g_cum, beta, *rest)
+        original(q, k, v, g_cum, beta, *rest, **options)
 
     monkeypatch.setattr(sys.modules["qla.kernels.fwd_fused"], "fwd_fused", spy)
     qla.chunk_gated_delta_rule(*inputs)
@@ -238,6 +311,200 @@ def test_nothing_is_launched_without_work(rng, kernels, case):
     for name, x in leaves._asdict().items():
         assert x.grad.count_nonzero() == 0, f"d{name}"
     assert qla.chunk_gated_delta_rule(*inputs, output_final_state=True, cu_seqlens=cu)[1].count_nonzero() == 0
+
+
+def same(a, b):
+    """Whether two tensors are one: a saved tensor comes back as another object with the same storage."""
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+
+
+PLANS = {
+    "inline warm-up": Plan(4, 1, 16, 16, 0),
+    "warm-up by cp_prep": Plan(4, 1, 1, 16, 0),
+    "transitions": Plan(4, 2, 1, 2, 8, threshold=5.0),
+}
+LENGTHS = (300, 0, 70, 257)
+
+
+class TestCutCalls:
+    """What a call launches whose sequences are cut, and that every launch gets what the others made."""
+
+    @pytest.fixture(params=PLANS)
+    def plan(self, request):
+        return PLANS[request.param]
+
+    @pytest.fixture(params=["batch", "packed"])
+    def problem(self, request, rng):
+        """(inputs, start, options, (num_seqs, seq_len)); the packed one has rows that no sequence owns."""
+        packed = request.param == "packed"
+        inputs = make_inputs(rng, sum(LENGTHS) + 13 if packed else 300, batch=1 if packed else 2, dtype=torch.bfloat16)
+        start = make_state(rng, inputs, len(LENGTHS) if packed else None).float()
+        return inputs, start, {"cu_seqlens": cu_seqlens_of(LENGTHS)} if packed else {}, (len(LENGTHS), 0) if packed else (2, 300)
+
+    @staticmethod
+    def preparation(plan):
+        """Launches that make what segments start from."""
+        return [*["prepare_states"] * plan.needs_states, *[("cp_merge", False)] * (plan.max_transition_heads > 0)]
+
+    @staticmethod
+    def check_preparation(kernels, plan, initial_state):
+        """The prepared states and transitions, which are new tensors in each pass; both None where the plan needs none."""
+        if not plan.needs_states:
+            return None, None
+        prepared, through = kernels.got["prepare_states"], kernels.got["fwd_fused"]
+        assert same(prepared["items"], kernels.made["cp_plan"][0])
+        assert all(same(a, b) for a, b in zip(prepared["tensors"], through["tensors"], strict=True))
+        assert same(prepared["tensors"][2], kernels.made["kkt_solve"][0]) and same(prepared["tensors"][4], kernels.made["kkt_solve"][1])
+        assert (prepared["tensors"][5] is None) == (initial_state is None)
+        assert same(prepared["place"][0], through["place"][0]) and prepared["place"][1:] == through["place"][1:]
+        assert (prepared["transitions"] is not None) == (plan.max_transition_heads > 0)
+        if prepared["transitions"] is not None:
+            TestCutCalls.check_merge(kernels, plan, False, prepared["states"], prepared["transitions"])
+        return prepared["states"], prepared["transitions"]
+
+    @staticmethod
+    def check_merge(kernels, plan, reverse, states, transitions):
+        merged, through = kernels.got["cp_merge", reverse], kernels.got["fwd_fused"]
+        assert same(merged["states"], states) and same(merged["transitions"], transitions)
+        assert same(merged["items"], kernels.made["cp_plan"][0]), "the forward items, in both directions"
+        assert same(merged["place"][0], through["place"][0]) and merged["place"][1:] == through["place"][1:]
+        assert (merged["tokens"], merged["chunks"]) == (len(through["tensors"][0]), plan.chunks_per_segment)
+
+    @pytest.mark.parametrize("with_state", [False, True])
+    def test_forward(self, kernels, plan, problem, with_state):
+        inputs, start, options, (num_seqs, seq_len) = problem
+        options = options | {"initial_state": start if with_state else None, "output_final_state": True}
+        expected = qla.chunk_gated_delta_rule(*inputs, auto_cp=False, **options)
+        assert kernels.launches == ["kkt_solve", "fwd_fused"]
+        kernels.launches.clear()
+        actual = qla.chunk_gated_delta_rule(*inputs, auto_cp=plan, **options)
+        assert kernels.launches == ["kkt_solve", "cp_plan", *self.preparation(plan), "fwd_fused"]
+        for a, b in zip(actual, expected, strict=True):
+            assert_bitwise_equal(a, b)
+
+        tokens, heads = inputs.g.shape[0] * inputs.g.shape[1], inputs.g.shape[2]
+        planned, through = kernels.got["cp_plan"], kernels.got["fwd_fused"]
+        assert planned["rule"] == (
+            plan.chunks_per_segment, plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E
+        )  # fmt: skip
+        assert planned["tokens"] == tokens and planned["segments"] == plan.num_segments(num_seqs, tokens, seq_len)
+        assert same(planned["place"][0], through["place"][0]) and planned["place"][1:] == through["place"][1:] == (num_seqs, seq_len)
+        assert (planned["place"][0] is None) == (seq_len > 0)
+        assert through["items"] is kernels.made["cp_plan"][0] and through["order"] is kernels.made["cp_plan"][2]
+        states, _ = self.check_preparation(kernels, plan, options["initial_state"])
+        assert through["states"] is states
+        assert states is None or states.shape == (planned["segments"], heads, 128, 128)
+
+    @pytest.mark.parametrize("slices", [1, 2])
+    def test_backward(self, kernels, plan, problem, slices, monkeypatch):
+        inputs, start, options, (num_seqs, seq_len) = problem
+        options = options | {"output_final_state": True, "state_v_first": True, "scale": 0.25}
+        if slices == 2:
+            monkeypatch.setenv("QLA_WORKSPACE_BYTES", "1")
+        grads = []
+        for auto_cp in (False, plan):
+            leaves = [*inputs.leaves(), start.transpose(-1, -2).clone().requires_grad_()]
+            o, final = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], auto_cp=auto_cp, **options)
+            forward_states = kernels.got["fwd_fused"]["states"]
+            kernels.launches.clear()
+            for name in ("scan_states", "scan_state_gradients"):
+                kernels.got.pop(name, None)
+            grads.append(torch.autograd.grad(o.float().square().sum() + final.square().sum(), leaves))
+            heads = inputs.g.shape[2] // slices
+            of_slices = [(name, i * heads, heads) for i in range(slices) for name in ("scan_states", "scan_state_gradients", "bwd_fused")]
+            if not auto_cp:
+                assert kernels.launches == of_slices
+                scans = kernels.got["scan_states"] + kernels.got["scan_state_gradients"]
+                assert scans == [{"items": None, "states": None}] * 2 * slices
+        for a, b in zip(*grads, strict=True):
+            assert_bitwise_equal(a, b)
+        gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
+        assert kernels.launches == [*self.preparation(plan), *gradients, *of_slices]
+
+        forward, reverse, _ = kernels.made["cp_plan"]
+        states, transitions = self.check_preparation(kernels, plan, start)
+        assert states is None or not same(states, forward_states), "made again, not kept from the forward pass"
+        start_grads = None
+        if gradients:
+            got, through = kernels.got["prepare_state_gradients"], kernels.got["prepare_states"]
+            start_grads = got["states"]
+            assert same(got["items"], reverse) and not same(start_grads, states)
+            k, _, g_cum, beta, A, _ = through["tensors"]
+            assert all(same(a, b) for a, b in zip(got["tensors"][:4], (k, g_cum, beta, A), strict=True))
+            assert same(got["tensors"][4], kernels.final_grad) and (got["scale"], got["layout"]) == (0.25, True)
+            assert through["layout"] is True
+            assert same(got["place"][0], through["place"][0]) and got["place"][1:] == (num_seqs, seq_len)
+            self.check_merge(kernels, plan, True, start_grads, transitions)
+        for name, items, starts in (("scan_states", forward, states), ("scan_state_gradients", reverse, start_grads)):
+            assert len(kernels.got[name]) == slices
+            assert all(same(got["items"], items) and same(got["states"], starts) for got in kernels.got[name]), name
+
+    def test_items_are_what_a_cut_keeps(self, problem, plan):
+        """Besides what an uncut call saves; states and transitions are made again."""
+        inputs, start, options, _ = problem
+        saved = {}
+        for auto_cp in (False, plan):
+            shapes = saved.setdefault(auto_cp, [])
+            with torch.autograd.graph.saved_tensors_hooks(lambda x, shapes=shapes: shapes.append((x.shape, x.dtype)) or x, lambda x: x):
+                qla.chunk_gated_delta_rule(*inputs.leaves(), initial_state=start, auto_cp=auto_cp, **options)
+        tokens, heads = inputs.g.shape[0] * inputs.g.shape[1], inputs.g.shape[2]
+        num_seqs, seq_len = (len(LENGTHS), 0) if options else (2, 300)
+        items = (torch.Size((plan.num_segments(num_seqs, tokens, seq_len), heads, 4)), torch.int32)
+        assert [x for x in saved[plan] if x == items] == [items] * 2
+        assert [x for x in saved[plan] if x != items] == saved[False]
+
+    @pytest.mark.parametrize("auto_cp", [True, *PLANS.values()])
+    def test_nothing_is_launched_without_work(self, rng, kernels, auto_cp):
+        inputs = make_inputs(rng, 0, dtype=torch.bfloat16)
+        start = make_state(rng, inputs, 3).float().requires_grad_()
+        options = {"initial_state": start, "output_final_state": True, "cu_seqlens": cu_seqlens_of([0, 0, 0])}
+        o, state = qla.chunk_gated_delta_rule(*inputs.leaves(), auto_cp=auto_cp, **options)
+        (o.sum() + state.sum()).backward()
+        assert kernels.launches == [] and kernels.got == {} and (start.grad == 1).all()
+
+    def test_low_level_entry_is_cut_too(self, kernels, plan, problem):
+        inputs, start, options, _ = problem
+        qla.chunk_gated_delta_rule_fwd(*inputs, initial_state=start, auto_cp=plan, **options)
+        assert kernels.launches == ["kkt_solve", "cp_plan", *self.preparation(plan), "fwd_fused"]
+
+    def test_planner_decides_unless_told(self, kernels, problem, monkeypatch):
+        inputs, _, options, _ = problem
+        asked = []
+        monkeypatch.setattr(autocp, "plan", lambda sizes, spec: asked.append((sizes, spec)) or PLANS["inline warm-up"])
+        qla.chunk_gated_delta_rule(*inputs, auto_cp=False, **options)
+        qla.chunk_gated_delta_rule(*inputs, auto_cp=WHOLE, **options)
+        assert asked == [] and "cp_plan" not in kernels.launches
+        qla.chunk_gated_delta_rule(*inputs, **options)
+        assert [spec for _, spec in asked] == [SPEC] and kernels.launches[-3:] == ["kkt_solve", "cp_plan", "fwd_fused"]
+
+    @pytest.mark.parametrize("wrong", [None, 1, "yes", (4, 1, 16, 16, 0)])
+    def test_auto_cp_is_a_bool_or_a_plan(self, rng, kernels, wrong):
+        with pytest.raises(TypeError, match=r"auto_cp must be a bool or a qla.autocp.Plan, got"):
+            qla.chunk_gated_delta_rule(*make_inputs(rng, 70, dtype=torch.bfloat16), auto_cp=wrong)
+        assert kernels.launches == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dtype):
+    asked = []
+    monkeypatch.setattr(autocp, "plan", lambda sizes, spec: asked.append(sizes) or WHOLE)
+    lengths, padding = (65, 0, 200), 5
+    inputs = make_inputs(rng, sum(lengths) + padding, dtype=torch.bfloat16)
+    cu = cu_seqlens_of(lengths, dtype)
+    problem = check_inputs(*inputs, None, False, cu, None)
+    elsewhere = cu.to("meta")  # as one on a GPU: its values are not the host's
+    for given, on_host, expected in ((elsewhere, cu, lengths), (elsewhere, None, None), (cu, None, lengths), (cu, cu, lengths)):
+        assert _segmentation(True, problem, inputs.q, given, on_host) is WHOLE
+        assert asked.pop() == autocp.Problem(2, 4, len(lengths), sum(lengths) + padding, 0, expected)
+    assert asked == []
+    batch = make_inputs(rng, 70, batch=3, dtype=torch.bfloat16)
+    _segmentation(True, check_inputs(*batch, None, False, None, None), batch.q, None, None)
+    assert asked.pop() == autocp.Problem(2, 4, 3, 210, 70)
+    for auto_cp in (False, WHOLE, PLANS["transitions"]):
+        assert _segmentation(auto_cp, problem, inputs.q, cu, None) == (auto_cp or WHOLE)
+    assert asked == []
 
 
 class TestGradients:

@@ -49,16 +49,32 @@ def test_asynchronous_copies(kernel):
     assert set(re.findall(r"tl_shuffle_elect<(\d+)>", code)) == {"0", "32"}
 
 
+def test_bounds_come_of_what_the_inverse_reads(kernel):
+    """From the same slot of K K^T and the same gates, before the inverse, and only if they are wanted."""
+    _, _, code = kernel
+    bound = re.search(r"if \(with_bound != 0\) \{\s+qla_kkt::store_bound\((.*), \(&\(bound\[0\]\)\), (.*), num_value_heads\);\s+\}", code)
+    inverse = re.search(r"qla_kkt::solve_head<(?:true|false)>\((.*)\);", code)
+    assert code.count("store_bound") == code.count("solve_head") == 1
+    assert bound.end() < inverse.start() and inverse[1].startswith(f"{bound[1]}, ")
+
+
 def test_record_fields_agree_with_device_code():
     source = Path(kkt.__file__).with_name("kkt_solve.cuh").read_text()
     names = re.search(r"enum Field \{([^}]*)\}", source)[1].replace(" ", "").split(",")
-    assert [getattr(kkt, name[1:].upper()) for name in names] == list(range(kkt.UNIT_FIELDS))
+    in_python = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name[1:]).upper() for name in names]  # kChunkSlot: CHUNK_SLOT
+    assert [getattr(kkt, name) for name in in_python] == list(range(len(names)))
+    assert len(names) <= kkt.UNIT_FIELDS and kkt.UNIT_FIELDS % 4 == 0, "records are written 16 bytes at a time"
+    assert f"Unit record in shared memory, {kkt.UNIT_FIELDS} integers" in source
+    assert f"ring of unit records, {len(names)} fields each" in kkt.__doc__
     assert "kLow + 6 * kBlock" in source
     assert kkt.KK_SLOT_BYTES == 4 * (16 * 16 + 16) * 4 + 2 * 6 * 16 * 16 * 2
 
 
 def test_table_in_docstring():
-    for name, kk2, kk4 in re.findall(r"^    (gates|keys|kk|stage|units|total) .*? (\d+) +(\d+) ", kkt.__doc__, re.M):
+    rows = re.findall(r"^    (gates|keys|kk|stage|units|total) .*? (\d+) +(\d+) ", kkt.__doc__, re.M)
+    assert [row[0] for row in rows] == [*kkt.CONFIGS[0].smem_table(), "total"]
+    assert f"[{kkt.UNITS}, {kkt.UNIT_FIELDS}] int32" in kkt.__doc__
+    for name, kk2, kk4 in rows:
         for slots, text in ((2, kk2), (4, kk4)):
             cfg = kkt.KktConfig(kk_slots=slots)
             assert int(text) == (cfg.smem_bytes if name == "total" else cfg.smem_table()[name]), name

@@ -7,7 +7,19 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import cp_prep as scan  # noqa: E402
-from qla.kernels.ws import SMEM_LIMIT_SM90  # noqa: E402
+from qla.kernels.ws import (  # noqa: E402
+    CHUNKS,
+    ENDS,
+    FROM_SEGMENT,
+    FROM_STATE,
+    IDENTITY,
+    PLACE_FIELDS,
+    PREP_STATE,
+    SKIP,
+    SMEM_LIMIT_SM90,
+    SOURCE,
+    num_slots,
+)
 from tests.lowered import by_role, generated  # noqa: E402
 
 Role = scan.Role
@@ -41,9 +53,21 @@ def waits(part):
     return re.findall(r"(\w+)\[[^;]*\]\.wait\(", part)
 
 
-def static_floats(code):
-    """Elements of each array of static shared memory that is not a barrier."""
-    return [int(n) for n in re.findall(r"__shared__ __align__\(16\) float \w+\[(\d+)\]", code)]
+def static(code, dtype):
+    """Elements of each array of static shared memory of a type, barriers aside."""
+    return [int(n) for n in re.findall(rf"__shared__ __align__\(16\) {dtype} \w+\[(\d+)\]", code)]
+
+
+def place_of(code):
+    """Name of the array that holds the block's place."""
+    return re.search(rf"__shared__ __align__\(16\) int (\w+)\[{PLACE_FIELDS}\];", code)[1]
+
+
+def state_loop(cfg, code):
+    """What the state role does before, in and after its loop over chunks."""
+    loop = r"^( *)for \(int \w+ = 0; \w+ < num_chunks; \+\+\w+\) \{\n(.*?)^\1\}$"
+    before, _, body, after = re.split(loop, roles(cfg, code)["STATE"], maxsplit=1, flags=re.M | re.S)
+    return before, body, after
 
 
 def test_threads_registers_and_shared_memory(kernel):
@@ -71,7 +95,10 @@ def test_barriers(kernel):
         found.setdefault(name, set()).add(int(count))
     assert found == counts
     assert len(inits) == sum(cfg.stages if name.startswith("tiles") else 1 for name in counts), "every slot of every ring"
-    assert code.count("__syncthreads()") == 1, "only after barrier initialisation: between roles it would deadlock"
+    assert code.count("__syncthreads()") == 2, "after barrier initialisation and after the place: between roles it would deadlock"
+    before, after = code[: code.index("warpgroup_reg_")], code[code.index("warpgroup_reg_") :]
+    assert "__syncthreads()" not in after
+    assert before.rindex(".init(") < before.index("__syncthreads()") < before.index("qla_locate(") < before.rindex("__syncthreads()")
 
 
 def test_roles_signal_what_the_table_says(kernel):
@@ -92,16 +119,20 @@ def test_tiles_are_announced_and_cleaned(kernel):
         assert sorted(map(int, announced)) == sorted(size // cfg.stages for size in table.values())
     cleaned = [int(tiles) for tiles in re.findall(r"qla_zero_rows\([^;]*?\]\)\), (\d),", load)]
     assert sorted(cleaned) == sorted(size // cfg.stages // 8192 for size in table.values())
-    assert load.index("tail[0].wait(0)") < load.index("qla_zero_rows") < load.rindex("qla_zero_rows") < load.index("fence_proxy_async")
+    assert load.index("tail[0].wait(0)") < load.index("qla_zero_rows")
+    handed = load[load.rindex("qla_zero_rows") :]
+    assert handed.index("fence_proxy_async") < handed.index("tiles_full[")
 
 
 def test_stores_are_fenced_by_the_warp_that_hands_them_to_tma(kernel):
     cfg, _, code = kernel
     part = roles(cfg, code)
-    assert "fence_proxy_async" not in part["STATE"]
-    store = part["IO 2"]
-    assert store.index("state_ring_full[0].wait") < store.index("fence_proxy_async") < store.index("tl::tma_store(")
-    assert store.count("tl::tma_store(") == 2
+    before, loop, after = state_loop(cfg, code)
+    assert before.count("fence_proxy_async") <= 1, "TileLang's own, for the place: once a block"
+    assert "fence_proxy_async" not in loop + after
+    assert part["IO 2"].count("tl::tma_store(") == 2
+    store = part["IO 2"][part["IO 2"].index("state_ring_full[0].wait") :]
+    assert store.index("fence_proxy_async") < store.index("tl::tma_store(")
     assert store.rindex("tl::tma_store(") < store.index("tl::tma_store_wait<0") < store.index("state_ring_empty[0].arrive()")
     if cfg.reverse:
         score = part["SCORE"]
@@ -112,6 +143,59 @@ def test_accumulator_fence_covers_what_a_thread_owns(kernel):
     _, _, code = kernel
     sizes = set(re.findall(r"warpgroup_fence_operand\(reinterpret_cast<float\*>\(\w+ \+ 0\), (\d+)\)", code))
     assert sizes == {"32"}, "a wider fence names registers that do not exist"
+
+
+def test_products_of_a_chunk(kernel):
+    """64x64x64 products of a warpgroup of the state role; more of them is time that no schedule gives back."""
+    cfg, _, code = kernel
+    found = [len(re.findall(r"wgmma_(?:ss|rs)<", text)) for text in state_loop(cfg, code)]
+    assert found == ([0, 8, 2] if cfg.reverse else [0, 5, 0]), "behind the reverse loop: what rounding took from the first chunk's dO"
+
+
+def test_states_are_handed_on_from_chunk_skip(kernel):
+    cfg, _, code = kernel
+    place = place_of(code)
+    before, loop, _ = state_loop(cfg, code)
+    assert f"int skip = qla_uniform({place}[{SKIP}]);" in before
+    (guarded,) = re.findall(r"^( *)if \(skip <= \w+\) \{\n(.*?)^\1\}$", loop, re.M | re.S)
+    assert re.search(r"state_ring_empty\[0\]\.wait\(\(\(\(\w+ \+ 1\) - skip\) & 1\)\);", guarded[1]), "counted from there too"
+    assert arrives(guarded[1]) == ["state_ring_full"]
+    assert guarded[1].count("qla_store_plain(") == loop.count("qla_store_plain(") == 2
+    assert re.search(rf"< \({place}\[{CHUNKS}\] - {place}\[{SKIP}\]\);", roles(cfg, code)["IO 2"]), "as many as are stored"
+
+
+def test_state_begins_and_ends_as_the_place_says(kernel):
+    cfg, _, code = kernel
+    place = place_of(code)
+    before, _, after = state_loop(cfg, code)
+    begins = re.findall(rf"if \({place}\[{SOURCE}\] == (\d)\) \{{\s+(\w+)\(", before)
+    assert begins == [(str(FROM_STATE), "qla_load_state"), (str(FROM_SEGMENT), "qla_load_segment"), (str(IDENTITY), "qla_identity")]
+    assert re.findall(r"(qla_store_\w+)\(", after) == ["qla_store_state", "qla_store_segment", "qla_store_split"]
+    ends = after.index(f"if ({place}[{ENDS}] != 0) {{")
+    assert ends < after.index(f"if (use_items < {PREP_STATE}) {{") < after.index("qla_store_state(")
+    if not cfg.reverse:
+        values = rf"if \(\({place}\[{SOURCE}\] == {IDENTITY}\)\) \{{\s+(condval) = 0x0p\+0f.*\s+\}} else \{{\s+\1 = 0x1p\+0f"
+        assert re.search(values, roles(cfg, code)["IO 1"]), "no values enter a transition"
+
+
+def test_lanes_hold_the_gates_that_device_code_gives_them(kernel):
+    """qla_fetch_gates and qla_take_gates rely on lane l having elements 2 l and 2 l + 1 of the 64."""
+    cfg, _, code = kernel
+    part = roles(cfg, code)["IO 1"]
+    locals_of_gates = set(re.search(r"qla_take_gates\(\w+, .*, (\w+), (\w+), \w+, \(\(\(int\)threadIdx\.x\) & 31\)\);", part).groups())
+    assert all(f"float {name}[2];" in code for name in locals_of_gates)
+    assert {name for name, _ in re.findall(r"\*\(float2\*\)\((\w+) \+ (0)\)", part)} == locals_of_gates, "whole pairs and nothing else"
+    stores = re.findall(r"\*\(float2\*\)\((\w+) \+ (.*threadIdx.*)\) = ", part)
+    assert len({name for name, _ in stores}) == len(stores) == static(code, "float").count(cfg.stages * 64)
+    first = cfg.threads - 3 * 32  # of the warp
+    for _, index in stores:
+        stage = re.search(r"(i_\d+) % 3", index)[1]
+        for lane in range(32):
+            text = index.replace("((int)threadIdx.x)", str(first + lane)).replace(stage, "1")
+            assert re.fullmatch(r"[\d ()*+%-]+", text), index
+            assert eval(text) == 64 + 2 * lane, index
+    begins = re.findall(r"qla_(?:fetch|take)_gates\(", part)
+    assert len(begins) == 3, "of the first chunk, of this one, of the next one"
 
 
 # The tables at the head of the file
@@ -159,14 +243,15 @@ def test_shared_memory_in_docstring(kernel):
 def test_static_shared_memory_in_docstring(kernel):
     cfg, _, code = kernel
     text = section("Shared memory", "Barriers")
-    gates = static_floats(code)
+    gates = static(code, "float")
     gates.remove(cfg.stages)  # decay
-    assert set(gates) == {cfg.stages * 64}
+    assert set(gates) == {cfg.stages * 64} and static(code, "int") == [PLACE_FIELDS]
     reverse = re.search(r"^    gates +(\d+) x \[3, 64\] fp32 +(\d+) +\(static", text, re.M)
     forward = re.search(r"^    gates .*; forward (\d+) x, (\d+)\)$", text, re.M)
     assert reverse and forward, "a row '    gates  5 x [3, 64] fp32  3840  (static, ..; forward 3 x, 2304)'"
     assert [int(n) for n in (reverse if cfg.reverse else forward).groups()] == [len(gates), 4 * sum(gates)]
     assert re.search(r"^    decay +\[3\] fp32 +16 ", text, re.M), "12 bytes, aligned to 16"
+    assert re.search(rf"^    place +\[{PLACE_FIELDS}\] int32 +{4 * PLACE_FIELDS} ", text, re.M)
 
 
 def test_barriers_in_docstring(kernel):
@@ -199,7 +284,7 @@ def test_config_rejects_what_it_cannot_do(monkeypatch):
         scan.ScanConfig(reverse=True, stages=4)
     assert scan.ScanConfig(reverse=False, stages=4).smem_bytes <= SMEM_LIMIT_SM90
     # one step of 8 more for STATE is more than the block is launched with
-    monkeypatch.setitem(scan.REGS, 128, scan.REGS[128] | {Role.STATE: 208})
+    monkeypatch.setitem(scan.REGS, 128, scan.REGS[128] | {Role.STATE: scan.REGS[128][Role.STATE] + 8})
     with pytest.raises(ValueError, match="registers 67584 > 65536"):
         scan.ScanConfig(reverse=True)
 
@@ -226,7 +311,7 @@ def test_block_width_fills_the_device(items, block_v):
     ],
 )
 def test_number_of_slots(tokens, num_seqs, seq_len, slots):
-    assert scan.num_slots(tokens, num_seqs, seq_len) == slots
+    assert num_slots(tokens, num_seqs, seq_len) == slots
 
 
 @pytest.mark.parametrize("lengths", [[0], [1], [64], [65, 0, 0, 63], [0, 0, 0], [200, 1, 128], [63] * 9])
@@ -237,4 +322,4 @@ def test_chunks_of_packed_sequences_have_slots_of_their_own(lengths, padding):
         used += [begin // 64 + n + i for i in range(-(-length // 64))]
         begin += length
     assert len(set(used)) == len(used)
-    assert all(0 <= slot < scan.num_slots(begin + padding, len(lengths), 0) for slot in used)
+    assert all(0 <= slot < num_slots(begin + padding, len(lengths), 0) for slot in used)

@@ -42,7 +42,7 @@ def test_files_are_the_packages(wheel):
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qla").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert packed == files
-    assert {path.rsplit(".", 1)[-1] for path in packed} <= {"py", "typed", "cuh"}, "no stray kind of file"
+    assert {path.rsplit(".", 1)[-1] for path in packed} <= {"py", "typed", "cuh", "json"}, "no stray kind of file"
 
 
 def test_metadata(wheel):

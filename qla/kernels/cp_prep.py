@@ -1,7 +1,14 @@
-"""Scans over the chunks of a (sequence, value head, V half) that keep nothing but the state: forwards S, backwards its gradient dS.
+"""Scans over the chunks of a work item (sequence or segment of one, value head) that keep nothing but the state: S, backwards dS.
 
-The forward scan leaves the state that enters each chunk, the reverse scan the gradient of the state that leaves it, both rounded to the
-inputs' dtype: all that links the chunks of a sequence, so that whatever reads them (``bwd_fused``) can work on all chunks at once.
+They have two uses.
+    States of all chunks, for the backward pass: the forward scan leaves the state that enters each chunk, the reverse scan the gradient of
+    the state that leaves it, both rounded to the inputs' dtype: all that links the chunks of a sequence, so that ``bwd_fused`` can work on
+    all chunks at once. Of an item's chunks the first `skip` only warm the state up. Both ends' states are read and written in fp32.
+    What segments start from: the state that [start, first) of an item (``cp_plan``; in reverse
+    [end, start)) leaves, in fp32, and no states of chunks. From the sequence's own state that is what the segment starts from; from
+    zero it is, behind a long enough warm-up, or it is S*, which ``cp_merge`` completes by the transition M. M^T is the same
+    scan of the identity, with no values entering (beta 0 in front of V), by blocks of its own beside those of S*; it is stored as a high
+    and a low bf16 part. Gradients need no transitions of their own: theirs are the transposed ones.
 The state is kept V-first in accumulators, and every product is transposed, as in ``fwd_fused``. Algebra of one chunk (gates
 cumulative, log2 units; gamma = 2^g; L the last token; s the scale; A the gated inverse of ``kkt_solve``; primes: on the far side):
     forward   U   = K S                                W  = diag(beta) V - diag(beta gamma) U    Vd = A W
@@ -11,13 +18,15 @@ cumulative, log2 units; gamma = 2^g; L the last token; s the scale; A the gated 
 
 Shapes   Q, K [N, H, 128], X (V, or dO in reverse) [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32;
          States [slots, heads, 128, 128] 16-bit, V-first, of heads head0 .. head0 + heads - 1; the states at both ends fp32
-         [S, HV, 128, 128]. N tokens, heads, sequences, scale, states, their layout: run-time values.
+         [S, HV, 128, 128]. Items [segments, HV, 4] int32 of the direction; Segments [segments, HV, 16384] fp32, in accumulators' order;
+         Transitions [segments, HV, 2, 128, 128] bf16, M^T [in, out], high part first.
+         N tokens, heads, sequences, segments, scale, states, their layout: run-time values.
          The chunks of sequence n have the slots from cu[n] / 64 + n on (equal lengths: the chunks in order).
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
-    STATE   0-255 | 0-127    200 | 208   the recurrence (two warpgroups | one)
-    SCORE   next 128          72 | 128   P, one chunk ahead; in reverse only
-    IO      last 128          40 | 40    warp 0: TMA loads; warp 1: gates; warp 2: states to memory
+    STATE   0-255 | 0-127    208 | 208   the recurrence (two warpgroups | one)
+    SCORE   next 128          64 | 128   P, one chunk ahead; in reverse only
+    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: states to memory
 Shared memory                   bytes (block_v = 128 | 64)
     q        [3, 64, 128]       49152            in reverse only
     k        [3, 64, 128]       49152
@@ -28,6 +37,7 @@ Shared memory                   bytes (block_v = 128 | 64)
     state1   [block_v, 64]      16384 | 8192     the others
     gates    5 x [3, 64] fp32    3840            (static, with the barriers; forward 3 x, 2304)
     decay    [3] fp32              16            (static)
+    place    [12] int32            48            (static) what the block works on: fields in ws.py
 Barriers
     name              signalled by   waited by      count
     tiles.full        IO 0, IO 1     STATE, SCORE   64, and the bytes of the TMA loads
@@ -37,13 +47,17 @@ Barriers
     state_ring.full   STATE          IO 2           STATE threads
     state_ring.empty  IO 2           STATE          32
     tail              IO 0           IO 0           32: a chunk that is not whole is cleaned before it is handed on
-Schedule of chunk i (| separates what runs while wgmma is in flight)
-    IO 0    acquire tiles | TMA K, X, A, Q | commit            IO 1   acquire tiles | gates of the chunk | commit
+    block sync, twice, before the roles: the barriers are ready; the place, which thread 0 writes, can be read
+Schedule of chunk i, the i-th that the block walks (| separates what runs while wgmma is in flight)
+    IO 0    acquire tiles | TMA K, X, A, Q | commit
+    IO 1    take gates of chunk i, start loads of those of i + 1 | acquire tiles | gates, decay -> shared | commit
     SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
-    STATE   forward: U | acquire state_ring, store S, commit, load V | W | Vd | decay S | S += K^T Vd | release tiles
-            reverse: K dS | acquire state_ring, store dS, commit, load dO, decay dS | dS += Q^T dO | wait p | dVd += P^T dO | release p
+    STATE   forward: U | [acquire state_ring, store S, commit,] load V | W | Vd | decay S | S += K^T Vd | release tiles
+            reverse: K dS | [acquire state_ring, store dS, commit,] load dO, decay dS | dS += Q^T dO | wait p | dVd += P^T dO | release p
             dW | dS -= K^T diag(beta gamma) dW | release tiles
-    IO 2    wait state_ring | fence | TMA both halves of the state | release state_ring
+            [in brackets: from chunk `skip` on; none of them where segments' starts are prepared]
+            behind the last chunk: reverse dS += Q^T (what rounding took from diag(gamma) dO) | the state to memory, if it is wanted
+    IO 2    for chunk skip and later ones: wait state_ring | fence | TMA both halves of the state | release state_ring
 """
 
 import functools
@@ -58,10 +72,25 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla.kernels.ws import (
     CHUNK,
+    CHUNKS,
+    ENDS,
     FULL_ROW,
     HALF,
     HEAD_DIM,
+    IDENTITY,
+    ITEM,
+    KEY_HEAD,
+    NO_ITEMS,
+    OWN_ITEMS,
     PASS_CONFIGS,
+    PLACE_FIELDS,
+    PREP_STATE,
+    ROW,
+    ROWS,
+    SKIP,
+    SLOT,
+    SOURCE,
+    VALUE_HEAD,
     WARP,
     WARPGROUP,
     KernelConfig,
@@ -69,10 +98,15 @@ from qla.kernels.ws import (
     choose_block_v,
     compile_kernel,
     device_source,
+    fetch_gates,
     load_state,
     score_role,
+    segment_at,
+    state_at,
     state_fragment,
     store_state,
+    take_gates,
+    uniform,
 )
 
 
@@ -83,7 +117,7 @@ class Role(IntEnum):
 
 
 REGS = {
-    128: {Role.STATE: 200, Role.SCORE: 72, Role.IO: 40},
+    128: {Role.STATE: 208, Role.SCORE: 64, Role.IO: 32},
     64: {Role.STATE: 208, Role.SCORE: 128, Role.IO: 40},
 }
 
@@ -149,12 +183,13 @@ def issue_state_product(s, t, out, tx):
 
 
 @T.macro
-def hand_state(s, i, state_ring, tx):
-    # the store warp fences: that orders these stores before its TMA store, and costs nothing here
-    state_ring.acquire(i)
-    T.call_extern("int32", "qla_store_plain", s.Sb0.data, T.access_ptr(s.state0[0, 0], "r"), tx)
-    T.call_extern("int32", "qla_store_plain", s.Sb1.data, T.access_ptr(s.state1[0, 0], "r"), tx)
-    state_ring.commit(i)
+def hand_state(s, i, skip, state_ring, tx):
+    if i >= skip:
+        # the store warp fences: that orders these stores before its TMA store, and costs nothing here
+        state_ring.acquire(i - skip)
+        T.call_extern("int32", "qla_store_plain", s.Sb0.data, T.access_ptr(s.state0[0, 0], "r"), tx)
+        T.call_extern("int32", "qla_store_plain", s.Sb1.data, T.access_ptr(s.state1[0, 0], "r"), tx)
+        state_ring.commit(i - skip)
 
 
 @T.macro
@@ -174,11 +209,13 @@ def wait_for_state(s):
 
 
 @T.macro
-def forward_role(cfg, s, tiles, state_ring, num_chunks, tx):
+def forward_role(cfg, s, tiles, state_ring, tx):
+    num_chunks = uniform(s.place[CHUNKS])
+    skip = uniform(s.place[SKIP])
     for i in T.serial(num_chunks):
         tiles.wait(i)
         issue_state_product(s, i % cfg.stages, s.U, tx)
-        hand_state(s, i, state_ring, tx)
+        hand_state(s, i, skip, state_ring, tx)
         T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.x[i % cfg.stages, 0, 0], "r"), s.Xt.data, tx)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(s.U, num_regs=32)
@@ -200,11 +237,13 @@ def forward_role(cfg, s, tiles, state_ring, num_chunks, tx):
 
 
 @T.macro
-def reverse_role(cfg, s, tiles, p_ring, state_ring, num_chunks, tx):
+def reverse_role(cfg, s, tiles, p_ring, state_ring, tx):
+    num_chunks = uniform(s.place[CHUNKS])
+    skip = uniform(s.place[SKIP])
     for i in T.serial(num_chunks):
         tiles.wait(i)
         issue_state_product(s, i % cfg.stages, s.U, tx)
-        hand_state(s, i, state_ring, tx)
+        hand_state(s, i, skip, state_ring, tx)
         T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.x[i % cfg.stages, 0, 0], "r"), s.Xt.data, tx)
         decay_state(s, i % cfg.stages)
         # dS^T += (s dO^T diag(gamma)) Q
@@ -236,6 +275,17 @@ def reverse_role(cfg, s, tiles, p_ring, state_ring, num_chunks, tx):
         T.wgmma_gemm(s.W, s.k[i % cfg.stages, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
         wait_for_state(s)
         tiles.release(i)
+    if num_chunks > 0:
+        # what rounding took from the first chunk's dO, whose tile nobody overwrites: with fast gates the gradient of the initial
+        # state is made of nothing else
+        t = T.truncmod(num_chunks - 1, cfg.stages)
+        for v, c in T.Parallel(s.block_v, CHUNK):
+            s.W[v, c] = s.Xt[c, v] * s.scale_gamma[t, c]
+        for v, c in T.Parallel(s.block_v, CHUNK):
+            s.W[v, c] = s.Xt[c, v] * s.scale_gamma[t, c] - T.cast(s.W[v, c], "float32")
+        T.wgmma_gemm(s.W, s.q[t, :, 0:HALF], s.S0, policy=FULL_ROW)
+        T.wgmma_gemm(s.W, s.q[t, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
+        wait_for_state(s)
 
 
 @T.macro
@@ -248,7 +298,12 @@ def issue_loads(cfg, s, Q, K, X, A, barrier, index, t, row, hk, hv, v0):
 
 
 @T.macro
-def load_warp(cfg, s, tiles, tail, Q, K, X, A, begin, length, hk, hv, v0, num_chunks, lane):
+def load_warp(cfg, s, tiles, tail, Q, K, X, A, v0, lane):
+    begin = s.place[ROW]
+    length = s.place[ROWS]
+    hk = s.place[KEY_HEAD]
+    hv = s.place[VALUE_HEAD]
+    num_chunks = s.place[CHUNKS]
     for i in T.serial(num_chunks):
         first = (num_chunks - 1 - i if cfg.reverse else i) * CHUNK
         tiles.acquire(i)
@@ -269,18 +324,21 @@ def load_warp(cfg, s, tiles, tail, Q, K, X, A, begin, length, hk, hv, v0, num_ch
 
 
 @T.macro
-def gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks):
+def gate_warp(cfg, s, tiles, G, Beta, log2_scale, lane):
+    begin = s.place[ROW]
+    length = s.place[ROWS]
+    hv = s.place[VALUE_HEAD]
+    num_chunks = s.place[CHUNKS]
+    if not cfg.reverse:
+        s.no_values[0] = T.if_then_else(s.place[SOURCE] == IDENTITY, 0.0, 1.0)  # a transition is a state that no values enter
+    if num_chunks > 0:
+        fetch_gates(s, G, Beta, begin, length, hv, (num_chunks - 1) * CHUNK if cfg.reverse else 0, lane)
     for i in T.serial(num_chunks):
-        first = (num_chunks - 1 - i if cfg.reverse else i) * CHUNK
+        # the next chunk's loads are under way while this one waits for its slot: their latency is about what a chunk takes
+        take_gates(s, (num_chunks - 1 - i if cfg.reverse else i) * CHUNK, length, lane)
+        if i + 1 < num_chunks:
+            fetch_gates(s, G, Beta, begin, length, hv, (num_chunks - 2 - i if cfg.reverse else i + 1) * CHUNK, lane)
         tiles.acquire(i)
-        # past the end the gate stays at the last token's value and beta is zero
-        s.g_last[0] = G[begin + T.min(first + CHUNK, length) - 1, hv]
-        for c in T.Parallel(CHUNK):
-            s.gf[c] = G[begin + T.min(first + c, length - 1), hv]
-        for c in T.Parallel(CHUNK):
-            s.bf[c] = Beta[begin + T.min(first + c, length - 1), hv]
-        for c in T.Parallel(CHUNK):
-            s.bf[c] = T.if_then_else(first + c < length, s.bf[c], 0.0)
         for c in T.Parallel(CHUNK):
             s.beta_gamma[i % cfg.stages, c] = s.bf[c] * T.exp2(s.gf[c])
             s.gamma_rest[i % cfg.stages, c] = T.exp2(s.g_last[0] - s.gf[c])
@@ -289,15 +347,18 @@ def gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
                 s.g_scaled[i % cfg.stages, c] = s.gf[c] + log2_scale
                 s.scale_gamma[i % cfg.stages, c] = T.exp2(s.gf[c] + log2_scale)
             else:
-                s.beta[i % cfg.stages, c] = s.bf[c]
+                s.beta[i % cfg.stages, c] = s.bf[c] * s.no_values[0]
         s.decay[i % cfg.stages] = T.exp2(s.g_last[0])
         tiles.commit(i)
 
 
 @T.macro
-def store_warp(cfg, s, state_ring, States, slot0, head, v0, num_chunks):
-    for i in T.serial(num_chunks):
-        slot = slot0 + (num_chunks - 1 - i if cfg.reverse else i)
+def store_warp(cfg, s, state_ring, States, head0, v0):
+    num_states = s.place[CHUNKS] - s.place[SKIP]  # the first chunks only warm the state up
+    slot0 = s.place[SLOT] if cfg.reverse else s.place[SLOT] + s.place[SKIP]
+    head = s.place[VALUE_HEAD] - head0
+    for i in T.serial(num_states):
+        slot = slot0 + (num_states - 1 - i if cfg.reverse else i)
         state_ring.wait(i)
         T.fence_proxy_async()
         T.tma_copy(s.state0, States[slot, head, v0 : v0 + cfg.block_v, 0:HALF])
@@ -306,7 +367,7 @@ def store_warp(cfg, s, state_ring, States, slot0, head, v0, num_chunks):
         state_ring.release(i)
 
 
-def buffers(cfg: ScanConfig) -> SimpleNamespace:
+def buffers(cfg: ScanConfig, value_heads) -> SimpleNamespace:
     """Shared memory and fragments, allocated in the kernel being traced."""
     st, bv, dt, f32 = cfg.stages, cfg.block_v, cfg.dtype, "float32"
 
@@ -332,9 +393,12 @@ def buffers(cfg: ScanConfig) -> SimpleNamespace:
         W=T.alloc_fragment((bv, CHUNK), dt),
         Vd=T.alloc_fragment((bv, CHUNK), f32),  # in reverse dW
         last=T.alloc_local((1,), f32),
+        place=T.alloc_shared((PLACE_FIELDS,), "int32", scope="shared"),
+        value_heads=value_heads,
         g_last=T.alloc_local((1,), f32),
         gf=T.alloc_fragment((CHUNK,), f32),
         bf=T.alloc_fragment((CHUNK,), f32),
+        next_gates=T.alloc_local((4,), f32),
     )
     if cfg.reverse:
         s.q = T.alloc_shared((st, CHUNK, HEAD_DIM), dt)
@@ -345,6 +409,7 @@ def buffers(cfg: ScanConfig) -> SimpleNamespace:
         s.Pb = T.alloc_fragment((CHUNK, CHUNK), dt)
     else:
         s.beta = gates()
+        s.no_values = T.alloc_local((1,), f32)
     return s
 
 
@@ -352,7 +417,8 @@ def prim_func(cfg: ScanConfig):
     """The kernel of one config, for `tilelang.compile` or for lowering without a GPU."""
     N, H, HV = T.dynamic("N, H, HV")
     slots, heads = T.dynamic("slots, heads")
-    cu_size, h0_size, ht_size = T.dynamic("cu_size, h0_size, ht_size")
+    cu_size, h0_size, ht_size, items_size = T.dynamic("cu_size, h0_size, ht_size, items_size")
+    segments_size, transitions_size = T.dynamic("segments_size, transitions_size")
     f32 = "float32"
     st, bv, dt = cfg.stages, cfg.block_v, cfg.dtype
 
@@ -368,18 +434,23 @@ def prim_func(cfg: ScanConfig):
         H0: T.Tensor((h0_size,), f32),  # where the scan begins: the initial state, in reverse the final state's gradient
         HT: T.Tensor((ht_size,), f32),
         Cu: T.Tensor((cu_size,), "int32"),
+        Items: T.Tensor((items_size,), "int32"),
+        Segments: T.Tensor((segments_size,), f32),
+        Transitions: T.Tensor((transitions_size,), "bfloat16"),
         # run-time
         head0: T.int32,
-        num_seqs: T.int32,
+        num_rows: T.int32,  # sequences, or with items segments
+        use_items: T.int32,  # NO_ITEMS, OWN_ITEMS or PREP_STATE
+        kinds: T.int32,  # 2: PREP_TRANSITION as well
         seq_len: T.int32,  # 0: lengths are in Cu
         log2_scale: T.float32,
         use_h0: T.int32,
         use_ht: T.int32,
         v_first: T.int32,
     ):
-        with T.Kernel(num_seqs * heads * (HEAD_DIM // bv), threads=cfg.threads) as bid:
+        with T.Kernel(num_rows * heads * kinds * (HEAD_DIM // bv), threads=cfg.threads) as bid:
             T.import_source(device_source(__file__))
-            s = buffers(cfg)
+            s = buffers(cfg, HV)
             T.annotate_layout({
                 s.Xt: state_fragment(CHUNK, bv), s.x: make_full_bank_swizzled_layout(s.x), s.a: make_full_bank_swizzled_layout(s.a),
                 s.state0: make_full_bank_swizzled_layout(s.state0), s.state1: make_full_bank_swizzled_layout(s.state1),
@@ -390,50 +461,47 @@ def prim_func(cfg: ScanConfig):
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
-            item = bid // (HEAD_DIM // bv)
             v0 = bid % (HEAD_DIM // bv) * bv
-            seq = T.truncdiv(item, heads)
-            # variables: an expression would be worked out anew, in 64 bits, wherever it is used
-            head = T.alloc_var("int32")
-            hv = T.alloc_var("int32")
-            hk = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            length = T.alloc_var("int32")
-            slot0 = T.alloc_var("int32")
-            head = T.truncmod(item, heads)
-            hv = head0 + head
-            hk = T.truncdiv(hv, T.truncdiv(HV, H))
-            if seq_len > 0:
-                begin = seq * seq_len
-                length = seq_len
-                slot0 = seq * T.ceildiv(seq_len, CHUNK)
-            else:
-                # both ends clamped on their own: the difference of raw offsets may overflow
-                begin = T.max(T.min(Cu[seq], N), 0)
-                length = T.max(T.max(T.min(Cu[seq + 1], N), 0) - begin, 0)
-                slot0 = begin // CHUNK + seq
-            num_chunks = T.ceildiv(length, CHUNK)
+            kind = T.truncdiv(bid // (HEAD_DIM // bv), num_rows * heads)
+            if tx == 0:
+                item = T.truncmod(bid // (HEAD_DIM // bv), num_rows * heads)
+                problem = (seq_len, N, item, 0, head0, heads, HV, T.truncdiv(HV, H), use_h0)
+                T.call_extern(
+                    "int32", "qla_locate", T.access_ptr(s.place, "w"), T.access_ptr(Items, "r"), use_items + kind, cfg.reverse,
+                    T.access_ptr(Cu, "r"), *problem,
+                )  # fmt: skip
+            T.sync_threads()
 
             if tx < cfg.state_threads:
                 T.set_max_nreg(cfg.regs[Role.STATE], 1)
-                base = (T.cast(seq, "int64") * HV + hv) * (HEAD_DIM * HEAD_DIM)
-                load_state(s, H0, base, v0, v_first, use_h0, tx)
+                load_state(s, H0, Segments, v0, v_first, tx)
+                if s.place[SOURCE] == IDENTITY:
+                    T.call_extern("int32", "qla_identity", v0, s.S0.data, s.S1.data, tx)
                 if cfg.reverse:
-                    reverse_role(cfg, s, tiles, p_ring, state_ring, num_chunks, tx)
+                    reverse_role(cfg, s, tiles, p_ring, state_ring, tx)
                 else:
-                    forward_role(cfg, s, tiles, state_ring, num_chunks, tx)
-                if use_ht != 0:
-                    store_state(s, HT, base, v0, v_first, tx)
+                    forward_role(cfg, s, tiles, state_ring, tx)
+                if s.place[ENDS] != 0:
+                    if use_items < PREP_STATE:
+                        if use_ht != 0:
+                            store_state(s, HT, state_at(s), v0, v_first, tx)
+                    elif kind == 0:
+                        T.call_extern("int32", "qla_store_segment", T.address_of(Segments[segment_at(s)]), v0, s.S0.data, s.S1.data, tx)
+                    else:
+                        T.call_extern(
+                            "int32", "qla_store_split", T.access_ptr(Transitions, "w"), s.place[ITEM], v0, s.S0.data, s.S1.data, tx
+                        )
             elif tx >= cfg.threads - WARPGROUP:
                 T.set_max_nreg(cfg.regs[Role.IO], 0)
                 if tx < cfg.threads - 3 * WARP:
-                    load_warp(cfg, s, tiles, tail, Q, K, X, A, begin, length, hk, hv, v0, num_chunks, tx % WARP)
+                    load_warp(cfg, s, tiles, tail, Q, K, X, A, v0, tx % WARP)
                 elif tx < cfg.threads - 2 * WARP:
-                    gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
+                    gate_warp(cfg, s, tiles, G, Beta, log2_scale, tx % WARP)
                 elif tx < cfg.threads - WARP:
-                    store_warp(cfg, s, state_ring, States, slot0, head, v0, num_chunks)
+                    store_warp(cfg, s, state_ring, States, head0, v0)
             elif cfg.reverse:
                 T.set_max_nreg(REGS[bv][Role.SCORE], 0)
+                num_chunks = s.place[CHUNKS]
                 score_role(cfg, s, tiles, p_ring, num_chunks)
 
     return scan_kernel
@@ -445,12 +513,10 @@ def build(cfg: ScanConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
-def num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:
-    """Chunk slots, empty ones included, from what the host knows; ws.cuh numbers them in the same way."""
-    return num_seqs * -(-seq_len // CHUNK) if seq_len > 0 else tokens // CHUNK + num_seqs + 1
-
-
-def scan_states(k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms) -> None:
+def scan_states(
+    k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+    items=None, segment_states=None,
+) -> None:  # fmt: skip
     """Writes the state that enters each chunk; one launch on the current stream.
 
     Args:
@@ -463,31 +529,62 @@ def scan_states(k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, 
         initial_state: fp32 [num_seqs, HV, 128, 128] or None; [K, V], with state_v_first [V, K].
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
+        items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
+        segment_states: fp32 [segments, HV, 128, 128], [V, K], read where an item says so (`prepare_states`).
     """
-    _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
+    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
+    _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, *place, items, segment_states)
 
 
 def scan_state_gradients(
-    q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms
-) -> None:
+    q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+    items=None, segment_states=None,
+) -> None:  # fmt: skip
     """Writes the gradient of the state that leaves each chunk, and of the initial state; one launch on the current stream.
 
-    Args as of `scan_states`, and:
+    Args as of `scan_states`, items and segment_states of the reverse direction, and:
         q: as k. do: gradient of o, as v.
         states: written with the gradients.
         final_grad, initial_grad: gradients of the final state (None: zero) and of the initial one (None: not wanted), as initial_state.
         scale: run-time float, finite and >= 0.
     """
-    place = (cu_seqlens, num_seqs, seq_len)
-    _launch(True, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, *place, state_v_first, num_sms)
+    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
+    _launch(True, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, *place, items, segment_states)
+
+
+def prepare_states(
+    k, v, g_cum, beta, A, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states, transitions
+) -> None:
+    """Writes the states that items start from, or what `cp_merge` makes them of; one launch on the current stream.
+
+    Args as of `scan_states`, and:
+        segment_states: written for the items that say so.
+        transitions: bf16 [segments, HV, 2, 128, 128], M^T [in, out] as a high and a low part, written for the items that say so, or
+            None where none may.
+    """
+    states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
+    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
+    _launch(False, k, k, v, g_cum, beta, A, states, 0, initial_state, None, 1.0, *place, items, segment_states, transitions, prepare=True)
+
+
+def prepare_state_gradients(
+    q, k, do, g_cum, beta, A, final_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states
+) -> None:
+    """As `prepare_states`, of the gradients; the transitions are those of the forward direction. Args as of `scan_state_gradients`."""
+    states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
+    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
+    _launch(True, q, k, do, g_cum, beta, A, states, 0, final_grad, None, scale, *place, items, segment_states, prepare=True)
 
 
 def _launch(
-    reverse, q, k, x, g_cum, beta, A, states, head0, begin, end, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms
-) -> None:
-    block_v = choose_block_v(num_seqs * states.shape[1], num_sms)
+    reverse, q, k, x, g_cum, beta, A, states, head0, begin, end, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+    items, segment_states, transitions=None, prepare=False,
+) -> None:  # fmt: skip
+    num_rows = num_seqs if items is None else len(items)
+    # as in an uncut call, which is what serial heads are; preparing, all items are alike
+    block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
     cfg = ScanConfig(reverse, block_v, str(k.dtype).removeprefix("torch."))
-    nothing = torch.empty(1, dtype=torch.float32, device=k.device) if begin is None or end is None else None
+    nothing = torch.empty(4, dtype=torch.float32, device=k.device)
     build(cfg)(
         q,
         k,
@@ -498,9 +595,14 @@ def _launch(
         states,
         nothing if begin is None else begin.view(-1),
         nothing if end is None else end.view(-1),
-        torch.empty(1, dtype=torch.int32, device=k.device) if cu_seqlens is None else cu_seqlens,
+        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
+        nothing.view(torch.int32) if items is None else items.view(-1),
+        nothing if segment_states is None else segment_states.view(-1),
+        nothing.view(torch.bfloat16) if transitions is None else transitions.view(-1),
         head0,
-        num_seqs,
+        num_rows,
+        NO_ITEMS if items is None else PREP_STATE if prepare else OWN_ITEMS,
+        1 if transitions is None else 2,
         0 if cu_seqlens is not None else seq_len,
         math.log2(scale) if scale > 0 else -math.inf,
         int(begin is not None),

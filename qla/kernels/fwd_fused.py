@@ -1,4 +1,4 @@
-"""Fused forward of the gated delta rule: U, W, Vd, S and O of all chunks of one (sequence, value head, V half).
+"""Fused forward of the gated delta rule: U, W, Vd, S and O of the chunks of one work item: (sequence or segment of one, value head).
 
 The state is kept V-first, S^T [V, K], in the accumulators of the STATE warpgroups (64 rows of V each), and every
 product of the recurrence is transposed so that its left operand comes from registers and its right one is a tile of
@@ -7,22 +7,29 @@ units; gamma = 2^g; L the last token; s the scale; A the gated inverse of ``kkt_
     U  = K S                          W  = diag(beta) V - diag(beta gamma) U            Vd = A W
     P  = s Lower(Gamma * Q K^T)       O  = s diag(gamma) Q S + P Vd                     S' = gamma_L S + K^T diag(gamma_L/gamma) Vd
 
+Without items a block has a whole sequence, all of V or half of it (block_v). With items (``cp_plan``; always block_v = 128) it has one of
+those that Order lists: its state starts from zero, from the sequence's initial state or from Segments, its first `skip` chunks only warm
+the state up (their O is not stored), and it stores the final state if it walks to the sequence's end. An item may be split: two blocks
+take half of V each, and in each the warpgroup of the other half leaves. Blocks past the last item have no chunks.
+
 Shapes   Q, K [N, H, 128], V, O [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32; states fp32 [S, HV, 128, 128].
-         N tokens, H and HV heads, sequences, scale, initial/final state, their layout: run-time values.
+         Items [segments, HV, 4], Order [2 segments HV] int32 (``cp_plan``); Segments [segments, HV, 16384] fp32, in accumulators' order.
+         N tokens, H and HV heads, sequences, segments, scale, initial/final state, their layout: run-time values.
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
     STATE   0-255 | 0-127    208 | 208   the recurrence and O (two warpgroups | one)
-    SCORE   next 128          72 | 128   P, one chunk ahead
-    IO      last 128          24 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
-Shared memory                   bytes (block_v = 128 | 64)
-    q        [3, 64, 128]       49152
-    k        [3, 64, 128]       49152
-    v        [3, 64, block_v]   49152 | 24576
-    a        [3, 64, 64]        24576
-    p        [64, 64]            8192
-    o        [64, block_v]      16384 | 8192
-    gates    6 x [3, 64] fp32    4608   (static, with the barriers)
-    decay    [3] fp32              16   (static)
+    SCORE   next 128          64 | 128   P, one chunk ahead
+    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
+Shared memory                             bytes (block_v = 128 | 64)
+    q        [3, 64, 128]                 49152
+    k        [3, 64, 128]                 49152
+    v        [3, block_v/64, 64, 64]      49152 | 24576     halves of V apart, so that a split item loads its own
+    a        [3, 64, 64]                  24576
+    p        [64, 64]                      8192
+    o        [block_v/64, 64, 64]         16384 | 8192
+    gates    6 x [3, 64] fp32              4608             (static, with the barriers)
+    decay    [3] fp32                        16             (static)
+    place    [12] int32                      48             (static) what the block works on: fields in ws.py
 Barriers
     name          signalled by   waited by      count
     tiles.full    IO 0, IO 1     STATE, SCORE   64, and the bytes of the TMA loads
@@ -32,12 +39,15 @@ Barriers
     o_ring.full   STATE          IO 2           STATE threads
     o_ring.empty  IO 2           STATE          32
     tail          IO 0           IO 0           32: a last chunk that is not whole is cleaned before it is handed on
+    block sync, twice, before the roles: the barriers are ready; the place, which thread 0 writes, can be read
+    In a block of 128 columns that has half of V, each STATE thread left arrives twice (``qla_arrive``), so the counts stay.
 Schedule of chunk i (| separates what runs while wgmma is in flight)
-    IO 0    acquire tiles | TMA K, V, A, Q | commit           IO 1   acquire tiles | gates of the chunk | commit
+    IO 0    acquire tiles | TMA K, V, A, Q | commit
+    IO 1    take gates of chunk i, start loads of those of i + 1 | acquire tiles | gates, decay -> shared | commit
     SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
     STATE   S += K^T Vd | wait p, o and tiles i + 1 at once | O += P Vd | U of chunk i + 1 by halves of K, as the halves of S come
             release tiles i | release p | store O | commit o | O = S Q | W | Vd = A W | decay S, scale O
-    IO 2    wait o | fence | TMA O (rows one by one in a last chunk that is not whole) | release o
+    IO 2    wait o | from chunk `skip` on: fence | TMA O (rows one by one in a last chunk that is not whole) | release o
 """
 
 import functools
@@ -52,10 +62,21 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla.kernels.ws import (
     CHUNK,
+    CHUNKS,
+    ENDS,
     FULL_ROW,
     HALF,
     HEAD_DIM,
+    KEY_HEAD,
+    NO_ITEMS,
+    OWN_ITEMS,
+    PART_OF_V,
     PASS_CONFIGS,
+    PLACE_FIELDS,
+    ROW,
+    ROWS,
+    SKIP,
+    VALUE_HEAD,
     WARP,
     WARPGROUP,
     KernelConfig,
@@ -63,10 +84,14 @@ from qla.kernels.ws import (
     choose_block_v,
     compile_kernel,
     device_source,
+    fetch_gates,
     load_state,
     score_role,
+    state_at,
     state_fragment,
     store_state,
+    take_gates,
+    uniform,
 )
 
 
@@ -77,7 +102,7 @@ class Role(IntEnum):
 
 
 REGS = {
-    128: {Role.STATE: 208, Role.SCORE: 72, Role.IO: 24},
+    128: {Role.STATE: 208, Role.SCORE: 64, Role.IO: 32},
     64: {Role.STATE: 208, Role.SCORE: 128, Role.IO: 40},
 }
 
@@ -127,7 +152,7 @@ CONFIGS = tuple(FwdConfig(block_v, dtype) for dtype in ("bfloat16", "float16") f
 @T.macro
 def load_values(s, t, tx):
     # early: shared memory answers late while products queue for the tensor cores
-    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0], "r"), s.Vt.data, tx)
+    T.call_extern("int32", "qla_load_transposed", T.access_ptr(s.v[t, 0, 0, 0], "r"), s.Vt.data, tx)
 
 
 @T.macro
@@ -190,16 +215,25 @@ def issue_output(s):
 
 
 @T.macro
-def hand_output(cfg, s, i, p_ring, o_ring, tx):
-    T.warpgroup_fence_operand(s.O, num_regs=32)
-    p_ring.release(i)
-    # the store warp fences: that orders these stores before its TMA store, and costs nothing here
-    T.call_extern("int32", f"qla_store_transposed_rounded<{cfg.is_half}>", s.O.data, T.access_ptr(s.o[0, 0], "r"), tx)
-    o_ring.commit(i)
+def arrive(cfg, barrier, index, arrivals):
+    # for the other warpgroup too, where its half of V is another block's
+    if cfg.block_v == HALF:
+        T.barrier_arrive(barrier[index])
+    else:
+        T.call_extern("int32", "qla_arrive", barrier[index], arrivals)
 
 
 @T.macro
-def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
+def hand_output(cfg, s, i, p_ring, o_ring, arrivals, tx):
+    T.warpgroup_fence_operand(s.O, num_regs=32)
+    arrive(cfg, p_ring.empty, 0, arrivals)
+    # the store warp fences: that orders these stores before its TMA store, and costs nothing here
+    T.call_extern("int32", f"qla_store_transposed_rounded<{cfg.is_half}>", s.O.data, T.access_ptr(s.o[0, 0, 0], "r"), tx)
+    arrive(cfg, o_ring.full, 0, arrivals)
+
+
+@T.macro
+def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, arrivals, tx):
     tiles.wait(0)
     load_values(s, 0, tx)
     issue_u_first(s, 0)
@@ -219,10 +253,10 @@ def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
         issue_u_first(s, (i + 1) % cfg.stages)
         T.wait_wgmma(2)
         T.warpgroup_fence_operand(s.S1, num_regs=32)
-        tiles.release(i)
+        arrive(cfg, tiles.empty, i % cfg.stages, arrivals)
         issue_u_second(s, (i + 1) % cfg.stages)
         T.wait_wgmma(2)
-        hand_output(cfg, s, i, p_ring, o_ring, tx)
+        hand_output(cfg, s, i, p_ring, o_ring, arrivals, tx)
         issue_qs(s, (i + 1) % cfg.stages)
         correct_values(s, (i + 1) % cfg.stages, tx)
     issue_state(s, T.truncmod(num_chunks - 1, cfg.stages))
@@ -232,47 +266,57 @@ def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx):
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.S0, num_regs=32)
     T.warpgroup_fence_operand(s.S1, num_regs=32)
-    hand_output(cfg, s, num_chunks - 1, p_ring, o_ring, tx)
+    hand_output(cfg, s, num_chunks - 1, p_ring, o_ring, arrivals, tx)
 
 
 @T.macro
-def issue_loads(s, Q, K, V, A, barrier, index, t, row, hk, hv, v0):
+def issue_loads(s, Q, K, V, A, barrier, index, t, row, hk, hv, v0, half):
     T.tma_copy(K[row : row + CHUNK, hk, 0:HEAD_DIM], s.k[t, :, :], barrier=barrier[index])
-    T.tma_copy(V[row : row + CHUNK, hv, v0 : v0 + s.block_v], s.v[t, :, :], barrier=barrier[index])
+    for n in T.unroll(s.block_v // HALF):
+        if half < 0 or half == n:
+            T.tma_copy(V[row : row + CHUNK, hv, v0 + n * HALF : v0 + (n + 1) * HALF], s.v[t, n, :, :], barrier=barrier[index])
     T.tma_copy(A[row : row + CHUNK, hv, 0:CHUNK], s.a[t, :, :], barrier=barrier[index])
     T.tma_copy(Q[row : row + CHUNK, hk, 0:HEAD_DIM], s.q[t, :, :], barrier=barrier[index])
 
 
 @T.macro
-def load_warp(cfg, s, tiles, tail, Q, K, V, A, begin, length, hk, hv, v0, num_chunks, lane):
+def load_warp(cfg, s, tiles, tail, Q, K, V, A, v0, lane):
+    begin = s.place[ROW]
+    length = s.place[ROWS]
+    hk = s.place[KEY_HEAD]
+    hv = s.place[VALUE_HEAD]
+    half = s.place[PART_OF_V]
+    num_chunks = s.place[CHUNKS]
     for i in T.serial(num_chunks):
         tiles.acquire(i)
         if (i + 1) * CHUNK <= length:
-            issue_loads(s, Q, K, V, A, tiles.full, i % cfg.stages, i % cfg.stages, begin + i * CHUNK, hk, hv, v0)
+            issue_loads(s, Q, K, V, A, tiles.full, i % cfg.stages, i % cfg.stages, begin + i * CHUNK, hk, hv, v0, half)
         else:
             # rows past the end are somebody else's, or nobody's: they become zero before anyone reads them
-            issue_loads(s, Q, K, V, A, tail, 0, i % cfg.stages, begin + i * CHUNK, hk, hv, v0)
+            issue_loads(s, Q, K, V, A, tail, 0, i % cfg.stages, begin + i * CHUNK, hk, hv, v0, half)
             T.barrier_arrive(tail[0])
             T.barrier_wait(tail[0], 0)
             T.call_extern("int32", "qla_zero_rows", T.address_of(s.k[i % cfg.stages, 0, 0]), HEAD_DIM // 64, length - i * CHUNK, lane)
-            T.call_extern("int32", "qla_zero_rows", T.address_of(s.v[i % cfg.stages, 0, 0]), cfg.block_v // 64, length - i * CHUNK, lane)
+            T.call_extern("int32", "qla_zero_rows", T.address_of(s.v[i % cfg.stages, 0, 0, 0]), cfg.block_v // 64, length - i * CHUNK, lane)
             T.call_extern("int32", "qla_zero_rows", T.address_of(s.a[i % cfg.stages, 0, 0]), 1, length - i * CHUNK, lane)
             T.fence_proxy_async()
         tiles.commit(i)
 
 
 @T.macro
-def gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks):
+def gate_warp(cfg, s, tiles, G, Beta, log2_scale, lane):
+    begin = s.place[ROW]
+    length = s.place[ROWS]
+    hv = s.place[VALUE_HEAD]
+    num_chunks = s.place[CHUNKS]
+    if num_chunks > 0:
+        fetch_gates(s, G, Beta, begin, length, hv, 0, lane)
     for i in T.serial(num_chunks):
+        # the next chunk's loads are under way while this one waits for its slot: their latency is about what a chunk takes
+        take_gates(s, i * CHUNK, length, lane)
+        if i + 1 < num_chunks:
+            fetch_gates(s, G, Beta, begin, length, hv, (i + 1) * CHUNK, lane)
         tiles.acquire(i)
-        # past the end the gate stays at the last token's value and beta is zero
-        s.g_last[0] = G[begin + T.min(i * CHUNK + CHUNK, length) - 1, hv]
-        for c in T.Parallel(CHUNK):
-            s.gf[c] = G[begin + T.min(i * CHUNK + c, length - 1), hv]
-        for c in T.Parallel(CHUNK):
-            s.bf[c] = Beta[begin + T.min(i * CHUNK + c, length - 1), hv]
-        for c in T.Parallel(CHUNK):
-            s.bf[c] = T.if_then_else(i * CHUNK + c < length, s.bf[c], 0.0)
         for c in T.Parallel(CHUNK):
             s.g[i % cfg.stages, c] = s.gf[c]
             s.g_scaled[i % cfg.stages, c] = s.gf[c] + log2_scale
@@ -285,25 +329,38 @@ def gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
 
 
 @T.macro
-def store_warp(cfg, s, o_ring, O, begin, length, hv, v0, num_chunks, row_stride, lane):
+def store_warp(cfg, s, o_ring, O, v0, row_stride, lane):
+    begin = s.place[ROW]
+    length = s.place[ROWS]
+    hv = s.place[VALUE_HEAD]
+    skip = s.place[SKIP]  # the first chunks only warm the state up
+    half = s.place[PART_OF_V]
+    num_chunks = s.place[CHUNKS]
     for i in T.serial(num_chunks):
         o_ring.wait(i)
-        T.fence_proxy_async()
-        if (i + 1) * CHUNK <= length:
-            T.tma_copy(s.o, O[begin + i * CHUNK : begin + (i + 1) * CHUNK, hv, v0 : v0 + cfg.block_v])
-            T.tma_store_wait(0)
-        else:
-            T.call_extern(
-                "int32", "qla_store_rows", T.address_of(O[begin + i * CHUNK, hv, v0]), T.address_of(s.o[0, 0]),
-                cfg.block_v // 64, length - i * CHUNK, T.cast(row_stride, "int64"), lane,
-            )  # fmt: skip
+        if i >= skip:
+            T.fence_proxy_async()
+            if (i + 1) * CHUNK <= length:
+                for n in T.unroll(cfg.block_v // HALF):
+                    if half < 0 or half == n:
+                        T.tma_copy(s.o[n, :, :], O[begin + i * CHUNK : begin + (i + 1) * CHUNK, hv, v0 + n * HALF : v0 + (n + 1) * HALF])
+                T.tma_store_wait(0)
+            else:
+                for n in T.unroll(cfg.block_v // HALF):
+                    if half < 0 or half == n:
+                        T.call_extern(
+                            "int32", "qla_store_rows", T.address_of(O[begin + i * CHUNK, hv, v0 + n * HALF]), T.address_of(s.o[n, 0, 0]),
+                            1, length - i * CHUNK, T.cast(row_stride, "int64"), lane,
+                        )  # fmt: skip
         o_ring.release(i)
 
 
 def prim_func(cfg: FwdConfig):
     """The kernel of one config, for `tilelang.compile` or for lowering without a GPU."""
     N, H, HV = T.dynamic("N, H, HV")
-    cu_size, h0_size, ht_size = T.dynamic("cu_size, h0_size, ht_size")
+    cu_size, h0_size, ht_size, items_size, order_size, segments_size = T.dynamic(
+        "cu_size, h0_size, ht_size, items_size, order_size, segments_size"
+    )
     f32 = "float32"
     st, bv, dt = cfg.stages, cfg.block_v, cfg.dtype
 
@@ -319,24 +376,28 @@ def prim_func(cfg: FwdConfig):
         H0: T.Tensor((h0_size,), f32),
         HT: T.Tensor((ht_size,), f32),
         Cu: T.Tensor((cu_size,), "int32"),
+        Items: T.Tensor((items_size,), "int32"),
+        Order: T.Tensor((order_size,), "int32"),
+        Segments: T.Tensor((segments_size,), f32),
         # run-time
-        num_seqs: T.int32,
+        num_rows: T.int32,  # sequences, or with use_items segments
+        use_items: T.int32,  # NO_ITEMS or OWN_ITEMS
         seq_len: T.int32,  # 0: lengths are in Cu
         log2_scale: T.float32,
         use_h0: T.int32,
         use_ht: T.int32,
         v_first: T.int32,
     ):
-        with T.Kernel(num_seqs * HV * (HEAD_DIM // bv), threads=cfg.threads) as bid:
+        with T.Kernel(num_rows * HV * (2 if bv == HALF else 1 + use_items), threads=cfg.threads) as bid:
             T.import_source(device_source(__file__))
             s = SimpleNamespace(
                 block_v=bv,
                 q=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
                 k=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
-                v=T.alloc_shared((st, CHUNK, bv), dt),
+                v=T.alloc_shared((st, bv // HALF, CHUNK, HALF), dt),
                 a=T.alloc_shared((st, CHUNK, CHUNK), dt),
                 p=T.alloc_shared((CHUNK, CHUNK), dt),
-                o=T.alloc_shared((CHUNK, bv), dt),
+                o=T.alloc_shared((bv // HALF, CHUNK, HALF), dt),
                 g=T.alloc_shared((st, CHUNK), f32, scope="shared"),
                 g_scaled=T.alloc_shared((st, CHUNK), f32, scope="shared"),  # g + log2 s
                 beta=T.alloc_shared((st, CHUNK), f32, scope="shared"),
@@ -356,11 +417,14 @@ def prim_func(cfg: FwdConfig):
                 Vdn=T.alloc_fragment((bv, CHUNK), dt),
                 O=T.alloc_fragment((bv, CHUNK), f32),
                 last=T.alloc_local((1,), f32),
+                place=T.alloc_shared((PLACE_FIELDS,), "int32", scope="shared"),
+                value_heads=HV,
                 P=T.alloc_fragment((CHUNK, CHUNK), f32),
                 Pb=T.alloc_fragment((CHUNK, CHUNK), dt),
                 g_last=T.alloc_local((1,), f32),
                 gf=T.alloc_fragment((CHUNK,), f32),
                 bf=T.alloc_fragment((CHUNK,), f32),
+                next_gates=T.alloc_local((4,), f32),
             )
             T.annotate_layout({
                 s.Vt: state_fragment(CHUNK, bv), s.o: make_full_bank_swizzled_layout(s.o),
@@ -372,44 +436,40 @@ def prim_func(cfg: FwdConfig):
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
-            item = bid // (HEAD_DIM // bv)
-            v0 = bid % (HEAD_DIM // bv) * bv
-            seq = T.truncdiv(item, HV)
-            # variables: an expression would be worked out anew, in 64 bits, wherever it is used
-            hv = T.alloc_var("int32")
-            hk = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            length = T.alloc_var("int32")
-            hv = T.truncmod(item, HV)
-            hk = T.truncdiv(hv, T.truncdiv(HV, H))
-            if seq_len > 0:
-                begin = seq * seq_len
-                length = seq_len
-            else:
-                # both ends clamped on their own: the difference of raw offsets may overflow
-                begin = T.max(T.min(Cu[seq], N), 0)
-                length = T.max(T.max(T.min(Cu[seq + 1], N), 0) - begin, 0)
-            num_chunks = T.ceildiv(length, CHUNK)
+            v0 = bid % 2 * HALF if bv == HALF else 0
+            if tx == 0:
+                item = T.alloc_var("int32", bid // 2 if bv == HALF else bid)
+                part = T.alloc_var("int32", 0)
+                if use_items != NO_ITEMS:
+                    part = Order[bid] & 1
+                    item = Order[bid] >> 1  # -1 stays -1: nothing to do
+                problem = (seq_len, N, item, part, 0, HV, HV, T.truncdiv(HV, H), use_h0)
+                tables = (T.access_ptr(s.place, "w"), T.access_ptr(Items, "r"), use_items, False, T.access_ptr(Cu, "r"))
+                T.call_extern("int32", "qla_locate", *tables, *problem)
+            T.sync_threads()
 
             if tx < cfg.state_threads:
                 T.set_max_nreg(cfg.regs[Role.STATE], 1)
-                base = T.cast(item, "int64") * (HEAD_DIM * HEAD_DIM)
-                load_state(s, H0, base, v0, v_first, use_h0, tx)
-                if num_chunks > 0:
-                    state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, tx)
-                if use_ht != 0:
-                    store_state(s, HT, base, v0, v_first, tx)
+                num_chunks = uniform(s.place[CHUNKS])
+                half = uniform(s.place[PART_OF_V])
+                if half < 0 or half == uniform(tx // WARPGROUP):
+                    load_state(s, H0, Segments, v0, v_first, tx)
+                    if num_chunks > 0:
+                        state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, T.if_then_else(half < 0, 1, 2), tx)
+                    if use_ht * s.place[ENDS] != 0:
+                        store_state(s, HT, state_at(s), v0, v_first, tx)
             elif tx < cfg.state_threads + WARPGROUP:
                 T.set_max_nreg(cfg.regs[Role.SCORE], 0)
-                score_role(cfg, s, tiles, p_ring, num_chunks)
+                score_chunks = s.place[CHUNKS]
+                score_role(cfg, s, tiles, p_ring, score_chunks)
             else:
                 T.set_max_nreg(cfg.regs[Role.IO], 0)
                 if tx < cfg.state_threads + WARPGROUP + WARP:
-                    load_warp(cfg, s, tiles, tail, Q, K, V, A, begin, length, hk, hv, v0, num_chunks, tx % WARP)
+                    load_warp(cfg, s, tiles, tail, Q, K, V, A, v0, tx % WARP)
                 elif tx < cfg.state_threads + WARPGROUP + 2 * WARP:
-                    gate_warp(cfg, s, tiles, G, Beta, begin, length, hv, log2_scale, num_chunks)
+                    gate_warp(cfg, s, tiles, G, Beta, log2_scale, tx % WARP)
                 elif tx < cfg.state_threads + WARPGROUP + 3 * WARP:
-                    store_warp(cfg, s, o_ring, O, begin, length, hv, v0, num_chunks, HV * HEAD_DIM, tx % WARP)
+                    store_warp(cfg, s, o_ring, O, v0, HV * HEAD_DIM, tx % WARP)
 
     return fwd_fused_kernel
 
@@ -420,7 +480,10 @@ def build(cfg: FwdConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
-def fwd_fused(q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms) -> None:
+def fwd_fused(
+    q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+    items=None, order=None, segment_states=None,
+) -> None:  # fmt: skip
     """Launch the fused forward on the current stream.
 
     Args:
@@ -433,9 +496,12 @@ def fwd_fused(q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_
         scale: run-time float, finite and >= 0.
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
+        items, order: int32 [segments, HV, 4] and [2 segments HV] (`cp_plan`), or None for one item a sequence and head.
+        segment_states: fp32 [segments, HV, 128, 128], [V, K], read where an item says so (`cp_prep`); None where no item may.
     """
-    cfg = FwdConfig(choose_block_v(num_seqs * v.shape[1], num_sms), str(q.dtype).removeprefix("torch."))
-    nothing = torch.empty(1, dtype=torch.float32, device=q.device) if initial_state is None or final_state is None else None
+    block_v = choose_block_v(num_seqs * v.shape[1], num_sms) if items is None else HEAD_DIM
+    cfg = FwdConfig(block_v, str(q.dtype).removeprefix("torch."))
+    nothing = torch.empty(4, dtype=torch.float32, device=q.device)
     build(cfg)(
         q,
         k,
@@ -446,8 +512,12 @@ def fwd_fused(q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_
         o,
         nothing if initial_state is None else initial_state.view(-1),
         nothing if final_state is None else final_state.view(-1),
-        torch.empty(1, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens,
-        num_seqs,
+        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
+        nothing.view(torch.int32) if items is None else items.view(-1),
+        nothing.view(torch.int32) if items is None else order,
+        nothing if segment_states is None else segment_states.view(-1),
+        num_seqs if items is None else len(items),
+        NO_ITEMS if items is None else OWN_ITEMS,
         0 if cu_seqlens is not None else seq_len,
         math.log2(scale) if scale > 0 else -math.inf,
         int(initial_state is not None),

@@ -18,8 +18,8 @@ constexpr int kSlot = kLow + 6 * kBlock;
 constexpr int kDiagLow = 4 * kBlock;  // from the high to the low parts of the inverted diagonal blocks
 __host__ __device__ constexpr int lower_block(int row, int col) { return row * (row - 1) / 2 + col; }
 
-// Unit record in shared memory, 8 integers; kkt_solve.py names the same fields.
-enum Field { kRows, kRow0, kHead, kKey, kKeys, kPhase, kIndex, kSeq };
+// Unit record in shared memory, 12 integers; kkt_solve.py names the same fields.
+enum Field { kRows, kRow0, kHead, kKey, kKeys, kPhase, kIndex, kSeq, kChunkSlot };
 
 // ------------------------------------------------------------------------------------------------ finding a unit's tokens
 
@@ -31,9 +31,9 @@ __device__ __forceinline__ void find_unit(int* unit, int index, int seq, int pha
   const int groups = (value_heads + 3) / 4;
   const int slots_per_seq = (seq_len + 63) >> 6;
   const int slots = seq_len > 0 ? num_seqs * slots_per_seq : (tokens >> 6) + num_seqs + 1;
-  int rows = 0, row0 = 0, head = 0;
+  int rows = 0, row0 = 0, head = 0, slot = 0;
   for (; rows == 0 && index < slots * groups; index += stride) {
-    const int slot = index / groups;
+    slot = index / groups;
     head = (index - slot * groups) * 4;
     const QlaChunk chunk = qla_find_chunk(cu, num_seqs, seq_len, tokens, slot, seq, lane);
     row0 = chunk.row0;
@@ -44,6 +44,7 @@ __device__ __forceinline__ void find_unit(int* unit, int index, int seq, int pha
     int4* out = reinterpret_cast<int4*>(unit);
     out[0] = make_int4(rows, row0, head, key);
     out[1] = make_int4(last / ratio - key + 1, phase, index, seq);  // index: already the next one to look at
+    unit[kChunkSlot] = slot;
   }
 }
 
@@ -406,6 +407,28 @@ __device__ __forceinline__ void solve_head(const void* kk_, int slot, const floa
   for (int j = 2; j < 4; ++j) store_block(out(1, j), zero);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
+}
+
+// ------------------------------------------------------------------------------------------------ how fast a state is forgotten
+
+// log2 of a bound on the norm of a chunk's transition, the product of its tokens' exp(g) (I - beta k k^T): the second factor has the
+// eigenvalues 1 and 1 - beta k^2. A head a warp, two tokens a lane. Rows past the end have beta = 0 and count nothing.
+__device__ __forceinline__ void store_bound(const void* kk_, int slot, const float* gates, float* bound, const int* unit, int value_heads) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane & 15;
+  const float* kk = (const float*)((const char*)kk_ + slot * kSlot);
+  const float* g_cum = gates + warp * 128;
+  float factor[2], sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    const float squared = kk[(token >> 4) * kDiagFloats + r * 16 + ((r >> 2) ^ ((r >> 1) & 3)) * 4 + (r & 3)];
+    factor[i] = fabsf(1.f - g_cum[64 + token] * squared);
+  }
+  if (!__all_sync(kAll, factor[0] <= 1.f && factor[1] <= 1.f)) {  // not with normalised keys and beta of at most 2; NaN passes
+    for (int i = 0; i < 2; ++i) sum += factor[i] <= 1.f ? 0.f : __log2f(factor[i]);
+    for (int d = 16; d > 0; d >>= 1) sum += __shfl_xor_sync(kAll, sum, d);
+  }
+  if (lane == 0) bound[(long long)unit[kChunkSlot] * value_heads + unit[kHead] + warp] = sum + g_cum[63];
 }
 
 // ------------------------------------------------------------------------------------------------ stores that are not TMA

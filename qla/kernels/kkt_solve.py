@@ -1,14 +1,19 @@
 """Gate sums and gated triangular inverses of all chunks, in one launch.
 
     g_cum_i = sum over j <= i within the chunk of g_j log2(e)                          fp32, log2 units
+    bound   = g_cum_L + sum of log2 max(1, |1 - beta_i norm(k_i)^2|)                   of each chunk, L its last token
     A       = Gamma * (I + StrictLower(diag(beta) K K^T))^-1,   Gamma_ij = 2^(g_cum_i - g_cum_j) for i >= j, else 0
 
 The inverse is made without gates, which are multiplied in last: 16x16 diagonal blocks by fp32 forward substitution, the blocks below them
-as products of bf16 pairs, a high and a low part: what that leaves out is below the rounding of A,
-for nearly equal keys and beta = 2 too.
+as products of bf16 pairs, a high and a low part: what that leaves out is below the rounding of A, for nearly equal keys and beta = 2 too.
 So the inverse without gates has to stay within fp32: always with normalised keys and 0 <= beta <= 2.
 
-Shapes   k [N, H, 128], o [N, HV, 128], A [N, HV, 64] bf16 or fp16; g, beta, g_cum [N, HV] fp32; cu [S + 1] int32.
+2^bound is an upper bound of what a chunk leaves of the state that enters it: the norm of a token's transition
+exp(g) (I - beta k k^T) is exp(g) max(1, |1 - beta norm(k)^2|), and norm(k)^2 stands on the diagonal of K K^T. ``cp_plan`` decides by it;
+it is computed only where that runs.
+
+Shapes   k [N, H, 128], o [N, HV, 128], A [N, HV, 64] bf16 or fp16; g, beta, g_cum [N, HV], bound [slots, HV] fp32; cu [S + 1] int32.
+         The chunks of sequence n have the slots from cu[n] / 64 + n on (equal lengths: the chunks in order).
          N, H, HV, S are run-time values. Chunks have 64 tokens and begin at the start of each sequence. A unit is one chunk and up to
          four neighbouring value heads; blocks are persistent and walk the units with stride gridDim.x, heads fastest.
 Roles    (all four warps do K K^T together; 168 and 255 registers a thread are the caps of three and two blocks an SM)
@@ -22,8 +27,8 @@ Shared memory, bytes                                kk2 (H < HV)   kk4 (H == HV)
     keys    [tiles, 64, 128]                         16384          32768   one tile (kk2) or two (kk4) of a unit's key heads
     kk      [slots, 10496] bytes, rounded up         21504          41984   K K^T, one slot a key head; rounded to 1 KB
     stage   [4, 64, 64]                              32768          32768   D and then A of a head, a warp each
-    units   [4, 8] int32                               128            128   ring of unit records
-    total                                            74880         111744   three and two blocks an SM
+    units   [4, 12] int32                              192            192   ring of unit records, 9 fields each and room to align
+    total                                            74944         111808   three and two blocks an SM
 Barriers
     keys_full    signalled by warp 3 (32) and TMA, awaited by all: a tile set of keys has landed
     kk_free      block sync: everybody has left the previous unit's K K^T and this unit's first tile set. Not needed if all units span one
@@ -33,7 +38,7 @@ Barriers
 Schedule of unit i (spans more than `tiles` key heads: step 1 in brackets)
     all     gates -> shared | wait keys_full | K K^T by wgmma | [kk_free] | K K^T -> slots | [wait keys_full | K K^T | -> slots] | kk_ready
     warp 3  find unit i + 1 (during the gate sum) | [TMA keys of step 1 after kk_free] | TMA keys of unit i + 1 after kk_ready
-    all     gates of unit i + 1 -> registers | inverse | A by TMA if the chunk is whole, else its rows by plain stores
+    all     gates of unit i + 1 -> registers | bound, if wanted | inverse | A by TMA if the chunk is whole, else its rows by plain stores
 Rows past the end of a sequence in its last chunk belong to others and may hold anything: K K^T is cleared there by a select, beta and g
 read as 0, and they are not written. Rows that no sequence owns come as units of their own (negative row count): A, g_cum and o are zeroed.
 """
@@ -46,14 +51,14 @@ import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source
+from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source, num_slots
 
 HEADS = 4  # value heads of a unit: one warp each
 LAST_WARP = (HEADS - 1) * WARP
 KK_SLOT_BYTES = 10496
 SMEM_LIMIT_SM = 233472  # of an SM, including 1 KB that each block costs besides its own
-ROWS, ROW0, HEAD, KEY, KEYS, PHASE, INDEX, SEQ = range(8)  # fields of a unit record; the same enum is in kkt_solve.cuh
-UNIT_FIELDS = 8
+ROWS, ROW0, HEAD, KEY, KEYS, PHASE, INDEX, SEQ, CHUNK_SLOT = range(9)  # fields of a unit record; the same enum is in kkt_solve.cuh
+UNIT_FIELDS = 12
 UNITS = 4  # ring: record i + 1 is written while some warps still read record i - 1
 
 PASS_CONFIGS = {
@@ -202,7 +207,7 @@ def store_inverse(units_s, at, A, stage_s, num_value_heads, tx):
 
 def prim_func(cfg: KktConfig):
     # run-time
-    N, H, HV, S1 = T.dynamic("N, H, HV, S1")
+    N, H, HV, S1, slots = T.dynamic("N, H, HV, S1, slots")
     half = "true" if cfg.dtype == "float16" else "false"
 
     @T.prim_func
@@ -213,11 +218,13 @@ def prim_func(cfg: KktConfig):
         cu: T.Tensor((S1,), "int32"),
         A: T.Tensor((N, HV, CHUNK), cfg.dtype),
         g_cum: T.Tensor((N, HV), "float32"),
+        bound: T.Tensor((slots, HV), "float32"),
         o: T.Tensor((N, HV, HEAD_DIM), cfg.dtype),
         ratio: T.int32,
         num_seqs: T.int32,
         seq_len: T.int32,
         wide_gates: T.int32,
+        with_bound: T.int32,
         num_blocks: T.int32,
     ):
         with T.Kernel(num_blocks, threads=cfg.threads) as bid:
@@ -260,7 +267,10 @@ def prim_func(cfg: KktConfig):
                 if rows > 0:
                     if units_s[i & 3, HEAD] + tx // WARP < HV:
                         slot = device("kk_slot", record(units_s, i & 3), ratio, i & 1) if cfg.kk_slots == 2 else tx // WARP
-                        T.evaluate(device(f"solve_head<{half}>", kk_s.data, slot, T.address_of(gates_s[i & 1, 0]), stage_s.data))
+                        places = (kk_s.data, slot, T.address_of(gates_s[i & 1, 0]))
+                        if with_bound != 0:
+                            T.evaluate(device("store_bound", *places, T.access_ptr(bound, "w"), record(units_s, i & 3), HV))
+                        T.evaluate(device(f"solve_head<{half}>", *places, stage_s.data))
                     if units_s[i & 3, ROWS] == CHUNK:
                         store_inverse(units_s, i & 3, A, stage_s, HV, tx)
                     else:
@@ -287,8 +297,7 @@ def config_for(dtype: torch.dtype, ratio: int) -> KktConfig:
 
 def num_units(tokens: int, value_heads: int, num_seqs: int, seq_len: int) -> int:
     """Units to look at, empty ones included, from what the host knows; kkt_solve.cuh numbers them in the same way."""
-    slots = num_seqs * -(-seq_len // CHUNK) if seq_len > 0 else tokens // CHUNK + num_seqs + 1
-    return slots * -(-value_heads // HEADS)
+    return num_slots(tokens, num_seqs, seq_len) * -(-value_heads // HEADS)
 
 
 def kkt_solve(
@@ -300,8 +309,9 @@ def kkt_solve(
     num_seqs: int,
     seq_len: int,
     num_sms: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative gates and gated inverses of all chunks; one launch on the current stream, no host synchronisation.
+    with_bound: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cumulative gates, gated inverses and transition bounds of all chunks; one launch on the current stream, no host synchronisation.
 
     Args:
         k: keys [N, H, 128], bf16 or fp16, contiguous.
@@ -312,17 +322,21 @@ def kkt_solve(
         num_seqs: number of sequences.
         seq_len: their length if it is the same for all (N = num_seqs * seq_len), 0 to read cu_seqlens.
         num_sms: multiprocessors to fill.
+        with_bound: whether to compute the bounds.
 
     Returns:
         g_cum [N, HV] fp32: sums of g log2(e) within each chunk of 64 tokens; a token's gate counts as 2^-256 at least.
         A [N, HV, 64] in k's dtype: row i of a token's chunk of Gamma * (I + StrictLower(diag(beta) K K^T))^-1, zero past the chunk's end.
+        bound [num_slots(..), HV] fp32: log2 of what each chunk leaves of a state at most; undefined in slots without a chunk;
+            without with_bound [1, HV], all undefined.
     """
     tokens, key_heads, _ = k.shape
     value_heads = g.shape[1]
     g_cum = torch.empty((tokens, value_heads), dtype=torch.float32, device=k.device)
     A = torch.empty((tokens, value_heads, CHUNK), dtype=k.dtype, device=k.device)
+    bound = torch.empty((num_slots(tokens, num_seqs, seq_len) if with_bound else 1, value_heads), dtype=torch.float32, device=k.device)
     if tokens == 0:
-        return g_cum, A
+        return g_cum, A, bound
     if k.data_ptr() % 16:
         k = k.clone()  # TMA reads from multiples of 16 bytes
     if cu_seqlens is None:
@@ -331,5 +345,5 @@ def kkt_solve(
     cfg = config_for(k.dtype, ratio)
     wide_gates = value_heads % HEADS == 0 and g.data_ptr() % 16 == 0 and beta.data_ptr() % 16 == 0
     num_blocks = min(num_units(tokens, value_heads, num_seqs, seq_len), num_sms * cfg.blocks_per_sm)
-    build(cfg)(k, g, beta, cu_seqlens, A, g_cum, o, ratio, num_seqs, seq_len, int(wide_gates), num_blocks)
-    return g_cum, A
+    build(cfg)(k, g, beta, cu_seqlens, A, g_cum, bound, o, ratio, num_seqs, seq_len, int(wide_gates), int(with_bound), num_blocks)
+    return g_cum, A, bound

@@ -10,6 +10,9 @@ static __device__ __forceinline__ unsigned qla_shared_address(const void* p) { r
 // tile `i` of consecutive ones: address arithmetic of TileLang's own would take no notice of the layout
 static __device__ __forceinline__ void* qla_tile(const void* tiles, int i) { return static_cast<char*>(const_cast<void*>(tiles)) + i * 8192; }
 
+// a value that is the same in all lanes: the compiler may keep it in a uniform register, and take branches on it as uniform
+static __device__ __forceinline__ int qla_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // two floats rounded to bf16 or fp16, the first in the lower half
 template <bool HALF>
 static __device__ __forceinline__ unsigned qla_pack(float x, float y) {
@@ -27,6 +30,13 @@ static __device__ __forceinline__ float2 qla_unpack(unsigned x) {
   } else {
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
   }
+}
+
+// as many threads' arrivals by one
+template <typename B>
+static __device__ __forceinline__ int qla_arrive(B& barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(qla_shared_address(&barrier)), "r"(count) : "memory");
+  return 0;
 }
 
 // wait for three barriers at the cost of one: the answers come back together
@@ -64,6 +74,7 @@ static __device__ __forceinline__ int qla_store_plain(const void* in, void* tile
 
 // [row, column] tile <-> registers of [column, row]
 static __device__ __forceinline__ unsigned qla_transposed_address(const void* tiles, int thread) {
+  asm volatile("" : "+r"(thread));  // worked out anew each time: kept across a loop it would cost a register that nobody has
   const int warp = thread >> 5, lane = thread & 31;
   const int row = (lane >> 4) * 8 + (lane & 7), piece = (warp & 3) * 2 + ((lane >> 3) & 1);
   return qla_shared_address(tiles) + (warp >> 2) * 8192 + row * 128 + ((piece ^ (row & 7)) << 4);
@@ -122,6 +133,47 @@ static __device__ __forceinline__ int qla_store_state(float* h, int v0, int v_fi
   QLA_STATE_ELEMENTS(h[at] = s0[i]; h[at + 64 * ks] = s1[i];)
   return 0;
 }
+// state of one segment and head, which only kernels read: in the order of the accumulators, so that 16 bytes of each lane lie side by side
+static __device__ __forceinline__ int qla_load_segment(const float* h, int v0, float* s0, float* s1, int thread) {
+  const float4* from = reinterpret_cast<const float4*>(h) + 2 * v0 + thread;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    reinterpret_cast<float4*>(s0)[i] = from[256 * i];
+    reinterpret_cast<float4*>(s1)[i] = from[256 * (i + 8)];
+  }
+  return 0;
+}
+static __device__ __forceinline__ int qla_store_segment(float* h, int v0, const float* s0, const float* s1, int thread) {
+  float4* to = reinterpret_cast<float4*>(h) + 2 * v0 + thread;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    to[256 * i] = reinterpret_cast<const float4*>(s0)[i];
+    to[256 * (i + 8)] = reinterpret_cast<const float4*>(s1)[i];
+  }
+  return 0;
+}
+
+// rows v0 .. of the identity, and accumulators as two bf16 parts, high and low, [2][128][128] of an item
+static __device__ __forceinline__ int qla_identity(int v0, float* s0, float* s1, int thread) {
+  const int v_first = 1;
+  QLA_STATE_ELEMENTS(s0[i] = at % 129 == 0 ? 1.f : 0.f; s1[i] = (at + 64 * ks) % 129 == 0 ? 1.f : 0.f;)
+  return 0;
+}
+template <typename E>
+static __device__ __forceinline__ int qla_store_split(E* out, int item, int v0, const float* s0, const float* s1, int thread) {
+  const int v_first = 1;
+  out += item * 32768ll;
+  QLA_STATE_ELEMENTS(if (i % 2 == 0) {
+    for (int n = 0; n < 2; ++n) {
+      const float* s = n == 0 ? s0 : s1;
+      const unsigned high = qla_pack<false>(s[i], s[i + 1]);
+      const float2 f = qla_unpack<false>(high);
+      *reinterpret_cast<unsigned*>(out + at + 64 * n) = high;
+      *reinterpret_cast<unsigned*>(out + 16384 + at + 64 * n) = qla_pack<false>(s[i] - f.x, s[i + 1] - f.y);
+    }
+  })
+  return 0;
+}
 
 // ------------------------------------------------------------------------------------------------ a chunk that is not whole
 
@@ -141,6 +193,29 @@ static __device__ __forceinline__ int qla_store_rows(E* out, const void* tiles, 
     const char* from = static_cast<const char*>(tiles) + tile * 8192 + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
     *reinterpret_cast<uint4*>(out + row * stride + piece * 8) = *reinterpret_cast<const uint4*>(from);
   }
+  return 0;
+}
+
+// ------------------------------------------------------------------------------------------------ gates
+
+// One warp; a lane has the chunk's tokens 2 l and 2 l + 1, as TileLang divides 64 elements among 32 threads. x: g and beta of both.
+static __device__ __forceinline__ int qla_fetch_gates(const float* g, const float* beta, int begin, int first, int length, int heads, int head,
+                                                      float* x, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const long long at = (long long)(begin + min(first + 2 * lane + i, length - 1)) * heads + head;
+    x[i] = __ldg(g + at);
+    x[2 + i] = __ldg(beta + at);
+  }
+  return 0;
+}
+static __device__ __forceinline__ int qla_take_gates(const float* x, int first, int length, float* g, float* beta, float* last, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    g[i] = x[i];
+    beta[i] = first + 2 * lane + i < length ? x[2 + i] : 0.f;
+  }
+  *last = __shfl_sync(0xffffffffu, x[1], 31);
   return 0;
 }
 
@@ -194,4 +269,66 @@ static __device__ __forceinline__ QlaChunk qla_find_chunk(const int* cu, int num
   if (chunk < 0 || chunk > (r.end - r.begin - 1) >> 6) return {0, 0};  // not chunk * 64 >= length: the product may overflow
   const int row0 = r.begin + chunk * 64, rows = min(64, r.end - row0);
   return {row0, seq == num_seqs ? -rows : rows};  // past the last sequence
+}
+
+// ------------------------------------------------------------------------------------------------ what a block works on
+
+// Fields of a block's place, which one thread writes to shared memory; ws.py names the same. With 24 registers a role has none for more
+// than it uses.
+enum QlaPlace { kItem, kSeq, kValueHead, kKeyHead, kRow, kRows, kChunks, kSkip, kSource, kEnds, kHalf, kSlot };
+// Flags of an item and ways to use items; ws.py names the same.
+constexpr int kFromState = 1, kFromSegment = 2, kIdentity = 3, kPrepFromState = 4, kWithTransition = 8, kSplit = 16, kSeqShift = 8;
+enum QlaUse { kNoItems, kOwnItems, kPrepState, kPrepTransition };
+
+// `item` is a row of `items` (start, first, end, flags | sequence << 8: see cp_plan.py) and a value head, without items a sequence and a
+// head, or negative for nothing to do; the head is one of `heads` from head0 on, out of value_heads. The block walks kChunks chunks from row kRow on, kRows rows in all;
+// the first kSkip in its direction only warm the state up. kEnds: the state behind the last one is wanted.
+static __device__ __forceinline__ int qla_locate(int* place, const int* items, int use, bool reverse, const int* cu, int seq_len, int tokens,
+                                                 int item, int part, int head0, int heads, int value_heads, int ratio, int use_state) {
+  const bool idle = item < 0;
+  const int number = max(item, 0) / heads, head = head0 + max(item, 0) - number * heads;
+  int seq = number, source = use_state ? kFromState : 0, half = -1, ends = 1, skip = 0, lo = 0, hi = -1, end = idle ? -1 : 0;
+  const int row = number * value_heads + head;
+  int4 it = make_int4(0, 0, 0, 0);
+  if (use != kNoItems) {
+    it = *reinterpret_cast<const int4*>(items + 4ll * row);
+    seq = it.w >> kSeqShift;
+  }
+  int begin = seq * seq_len, length = seq_len;
+  if (seq_len == 0) {  // both ends clamped on their own: the difference of raw offsets may overflow
+    begin = min(max(__ldg(cu + seq), 0), tokens);
+    length = max(min(max(__ldg(cu + seq + 1), 0), tokens) - begin, 0);
+  }
+  const int chunks = (length + 63) >> 6, slot0 = (seq_len == 0 ? begin >> 6 : seq * chunks) + (seq_len == 0 ? seq : 0);
+  hi = chunks;
+  if (use == kOwnItems) {
+    const bool segment = it.w & kFromSegment;
+    lo = reverse ? it.y : segment ? it.y : it.x;
+    hi = !reverse ? it.z : segment ? it.z : it.x;
+    skip = reverse ? hi - it.z : it.y - lo;
+    ends = reverse ? it.y == 0 : it.z == chunks;
+    source = segment ? kFromSegment : it.w & source;
+    if (it.w & kSplit) half = part;
+    if (it.z < 0) end = -1;
+  } else if (use != kNoItems) {
+    lo = reverse ? it.z : it.x;
+    hi = reverse ? it.x : it.y;
+    skip = hi - lo;
+    source = use == kPrepTransition ? kIdentity : it.w & kPrepFromState ? source : 0;
+    if (!(it.w & (use == kPrepTransition ? kWithTransition : kFromSegment))) end = -1;
+  }
+  if (end < 0) hi = lo = skip = ends = source = 0;
+  place[kItem] = row;
+  place[kSeq] = seq;
+  place[kValueHead] = head;
+  place[kKeyHead] = head / ratio;
+  place[kRow] = begin + lo * 64;
+  place[kRows] = min(length, hi * 64) - lo * 64;
+  place[kChunks] = hi - lo;
+  place[kSkip] = skip;
+  place[kSource] = source;
+  place[kEnds] = ends;
+  place[kHalf] = half;
+  place[kSlot] = slot0 + lo;
+  return 0;
 }

@@ -25,6 +25,11 @@ REGS_PER_SM = 65536
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 HALF = 64  # columns of K a state fragment covers: halves let products with the first start while those of the second are in flight
 FULL_ROW = T.GemmWarpPolicy.FullRow
+# Flags of a work item (cp_plan), sources of a state, ways to use items, fields of a block's place: ws.cuh names the same.
+FROM_STATE, FROM_SEGMENT, IDENTITY, PREP_FROM_STATE, WITH_TRANSITION, SPLIT, SEQ_SHIFT = 1, 2, 3, 4, 8, 16, 8
+NO_ITEMS, OWN_ITEMS, PREP_STATE, PREP_TRANSITION = range(4)
+ITEM, SEQ, VALUE_HEAD, KEY_HEAD, ROW, ROWS, CHUNKS, SKIP, SOURCE, ENDS, PART_OF_V, SLOT = range(12)
+PLACE_FIELDS = 12
 PASS_CONFIGS = {  # of the warp-specialised kernels
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # every barrier is ours
@@ -87,6 +92,11 @@ def choose_block_v(items: int, num_sms: int) -> int:
     return 64 if split < whole else 128
 
 
+def num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:
+    """Chunk slots, empty ones included, from what the host knows; ws.cuh numbers them in the same way."""
+    return num_seqs * -(-seq_len // CHUNK) if seq_len > 0 else tokens // CHUNK + num_seqs + 1
+
+
 @T.meta_class
 class Ring:
     """`depth` buffer slots guarded by a full and an empty mbarrier each; `i` is the running count of fills.
@@ -116,18 +126,47 @@ class Ring:
         T.barrier_arrive(self.empty[i % self.depth])
 
 
+def uniform(x):
+    """x, which is the same in all lanes, in such a way that the compiler knows."""
+    return T.call_extern("int32", "qla_uniform", x)
+
+
+def state_at(s):
+    """First element of the state of the place's sequence and head, among those of all value heads."""
+    return (T.cast(s.place[SEQ], "int64") * s.value_heads + s.place[VALUE_HEAD]) * (HEAD_DIM * HEAD_DIM)
+
+
+def segment_at(s):
+    return T.cast(s.place[ITEM], "int64") * (HEAD_DIM * HEAD_DIM)
+
+
 @T.macro
-def load_state(s, H0, base, v0, v_first, use_h0, tx):
-    """S^T [V, K] into the fragments s.S0 and s.S1: from memory, or zero."""
+def load_state(s, H0, Segments, v0, v_first, tx):
+    """S^T [V, K] into the fragments s.S0 and s.S1: zero, or from H0 of the place's sequence, or from the state of its item."""
     T.clear(s.S0)
     T.clear(s.S1)
-    if use_h0 != 0:
-        T.call_extern("int32", "qla_load_state", T.address_of(H0[base]), v0, v_first, s.S0.data, s.S1.data, tx)
+    if s.place[SOURCE] == FROM_STATE:
+        T.call_extern("int32", "qla_load_state", T.address_of(H0[state_at(s)]), v0, v_first, s.S0.data, s.S1.data, tx)
+    if s.place[SOURCE] == FROM_SEGMENT:
+        T.call_extern("int32", "qla_load_segment", T.address_of(Segments[segment_at(s)]), v0, s.S0.data, s.S1.data, tx)
 
 
 @T.macro
-def store_state(s, HT, base, v0, v_first, tx):
-    T.call_extern("int32", "qla_store_state", T.address_of(HT[base]), v0, v_first, s.S0.data, s.S1.data, tx)
+def store_state(s, HT, at, v0, v_first, tx):
+    T.call_extern("int32", "qla_store_state", T.address_of(HT[at]), v0, v_first, s.S0.data, s.S1.data, tx)
+
+
+@T.macro
+def fetch_gates(s, G, Beta, begin, length, hv, first, lane):
+    """Starts the loads of a chunk's gates and beta, two tokens a lane; past the end the gate stays at the last token's value."""
+    place = (begin, first, length, s.value_heads, hv)
+    T.call_extern("int32", "qla_fetch_gates", T.access_ptr(G, "r"), T.access_ptr(Beta, "r"), *place, s.next_gates.data, lane)
+
+
+@T.macro
+def take_gates(s, first, length, lane):
+    """The chunk's values, which have come meanwhile, into s.gf and s.bf; past the end beta is zero. The last gate into s.g_last."""
+    T.call_extern("int32", "qla_take_gates", s.next_gates.data, first, length, s.gf.data, s.bf.data, s.g_last.data, lane)
 
 
 @T.macro
