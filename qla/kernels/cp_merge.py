@@ -1,6 +1,6 @@
 """The chain along a sequence's segments: S_j = S*_j + M_{j-1} S_{j-1}, in place, for the heads that take the transition (``cp_plan``).
 
-Step 2.2 of the design document. ``cp_prep`` leaves at segment j what the segment before it makes of a zero state, S*_j, and that segment's
+``cp_prep`` leaves at segment j what the segment before it makes of a zero state, S*_j, and that segment's
 transition M_{j-1}; at segment 1, exactly, what it starts from. Segment 0 starts from the sequence's own state and has no part in this.
 In reverse the same with gradients, from the end: dS_j = dS*_j + M_{j+1}^T dS_{j+1}, where dS_j is the gradient of the state that leaves
 segment j. States are kept V-first in accumulators, M as M^T [in, out]. Both are split into a high and a low bf16 part, and all products
