@@ -41,7 +41,7 @@ def make_line(stats: Mapping[str, Sequence[Any]], seconds: float, facts: Mapping
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     path = config.getoption("--record")
-    if path is None:
+    if path is None or hasattr(config, "workerinput"):  # pytest-xdist: the controller has the reports of all workers
         return
     line = make_line(terminalreporter.stats, time.monotonic() - config.stash[_STARTED], environment())
     if line["passed"] + line["failed"] + line["skipped"] == 0:
