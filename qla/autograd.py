@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
 WORKSPACE_BYTES = 2 << 30
+KEPT_SHARE = 0.25  # see _GatedDeltaRule
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,38 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a call's sequences were cut, for its backward pass.
+
+    forward, reverse: [segments, HV, 4] int32, work items of either direction (``qla.kernels.cp_plan``).
+    states, transitions: what segments start from, [segments, HV, 128, 128] fp32, and transitions, [segments, HV, 2, 128, 128] bf16; None
+        where the plan lets no item need any, or where they are to be computed again.
+    """
+
+    forward: Tensor
+    reverse: Tensor
+    states: Tensor | None = None
+    transitions: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.forward, self.reverse, self.states, self.transitions
+
+
+@dataclass(frozen=True)
 class Forward:
     """What the forward kernels give.
 
     g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, 128].
     final_state: [S, HV, 128, 128] fp32 or None.
-    items: [segments, HV, 4] int32 twice, work items of the forward and of the reverse direction (``qla.kernels.cp_plan``); None if no
-        sequence is cut.
+    cut: None if no sequence is cut.
     """
 
     g_cum: Tensor
     A: Tensor
     o: Tensor
     final_state: Tensor | None
-    items: tuple[Tensor, Tensor] | None = None
+    cut: Cut | None = None
 
 
 def launch_forward(
@@ -85,15 +104,16 @@ def launch_forward(
     with torch.cuda.device(q.device):
         is_cut = call.plan.chunks_per_segment > 0
         g_cum, A, bound = kkt_solve(k, g, beta, o, *place, num_sms, with_bound=is_cut)
-        forward = reverse = order = states = None
+        cut = order = None
         if is_cut:
             forward, reverse, order = _work_items(bound, tokens, cu_seqlens, call, num_sms)
-            states, _ = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
+            starts = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
+            cut = Cut(forward, reverse, *starts)
         fwd_fused(
             q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale, *place, call.state_v_first, num_sms,
-            items=forward, order=order, segment_states=states,
+            items=cut and cut.forward, order=order, segment_states=cut and cut.states,
         )  # fmt: skip
-    return Forward(g_cum, A, o, final_state, None if forward is None or reverse is None else (forward, reverse))
+    return Forward(g_cum, A, o, final_state, cut)
 
 
 def _work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call, num_sms: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +193,8 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens, items. A token takes 392 bytes a value head (v 256, A 128,
     g_cum and beta 4 each) and 512 a key head (q, k); of these, A and g_cum are not the caller's own. Where sequences are cut, a segment
-    takes 32 bytes a value head: both passes go by the same items. The states are computed again.
+    takes 32 bytes a value head: both passes go by the same items. What segments start from, up to 128 KiB of states and transitions for
+    each segment and value head, is kept as well while it is at most a quarter of the rest. All other states are computed again.
     """
 
     @staticmethod
@@ -189,25 +210,32 @@ class _GatedDeltaRule(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, Tensor | None]:
         result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
-        ctx.save_for_backward(q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens, *(result.items or (None, None)))
+        saved = (q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens)
+        ctx.save_for_backward(*saved, *(_worth_keeping(result.cut, saved).tensors if result.cut else ()))
         ctx.call = call
         ctx.set_materialize_grads(False)
         return result.o, result.final_state
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g_cum, beta, A, initial_state, cu_seqlens, *items = ctx.saved_tensors
+        q, k, v, g_cum, beta, A, initial_state, cu_seqlens, *cut = ctx.saved_tensors
         do, dht = grad_outputs
         needed = ctx.needs_input_grad[:6]
         with torch.no_grad():
             saved = (q, k, v, g_cum, beta, A, initial_state)
-            grads = launch_backward(*saved, do, dht, cu_seqlens, ctx.call, needed[5], None if items[0] is None else items)
+            grads = launch_backward(*saved, do, dht, cu_seqlens, ctx.call, needed[5], Cut(*cut) if cut else None)
         kept = (grad if need else None for grad, need in zip(grads, needed, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             anchor = _leaf(q)
             once: Callable[..., Tensor] = _OnceDifferentiable.apply
             kept = (None if grad is None else once(grad, anchor) for grad in kept)
         return (*kept, None, None)
+
+
+def _worth_keeping(cut: Cut, saved: Sequence[Tensor | None]) -> Cut:
+    """``cut`` with the states and transitions, if they take at most KEPT_SHARE of what the other tensors take, else without."""
+    taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut.tensors[2:], saved))
+    return cut if taken <= KEPT_SHARE * others else replace(cut, states=None, transitions=None)
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -263,11 +291,11 @@ def launch_backward(
     cu_seqlens: Tensor | None,
     call: Call,
     initial_state_grad: bool,
-    items: Sequence[Tensor] | None = None,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launches the backward kernels on the current stream of q's device.
 
-    Takes what ``launch_forward`` took and gave (items too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
+    Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
     final state, in any dtype, None for zero. Two scans write the states and their gradients for all chunks of a slice of heads, as many
     as fit into ``workspace_limit()``; then one kernel computes the rest.
 
@@ -294,9 +322,10 @@ def launch_backward(
     workspace = q.new_empty(2, slots * max(heads for _, heads in slices), dim, dim)
     forward = reverse = starts = start_grads = None
     with torch.cuda.device(q.device):
-        if items is not None:
-            forward, reverse = items
-            starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
+        if cut is not None:
+            forward, reverse, starts, transitions = cut.tensors
+            if starts is None:
+                starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
             if starts is not None and transitions is not None:
                 start_grads = torch.empty_like(starts)
                 prepare_state_gradients(

@@ -455,6 +455,21 @@ class TestCutCalls:
         assert [x for x in saved[plan] if x == items] == [items] * 2
         assert [x for x in saved[plan] if x != items] == saved[False]
 
+    def test_backward_does_not_repeat_what_was_kept(self, kernels, plan, problem, monkeypatch):
+        """Where states and transitions take little beside the rest, which nothing this small does by itself."""
+        monkeypatch.setattr("qla.autograd.KEPT_SHARE", 1e6)
+        inputs, start, options, _ = problem
+        leaves = [*inputs.leaves(), start.clone().requires_grad_()]
+        o, _ = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], auto_cp=plan, **options)
+        forward_states, transitions = kernels.got["fwd_fused"]["states"], kernels.got.get("prepare_states", {}).get("transitions")
+        kernels.launches.clear()
+        torch.autograd.grad(o.float().sum(), leaves)
+        gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
+        assert kernels.launches[: len(gradients) + 1] == [*gradients, ("scan_states", 0, inputs.g.shape[2])]
+        assert same(kernels.got["scan_states"][-1]["states"], forward_states)
+        if gradients:
+            self.check_merge(kernels, plan, True, kernels.got["prepare_state_gradients"]["states"], transitions)
+
     @pytest.mark.parametrize("auto_cp", [True, *PLANS.values()])
     def test_nothing_is_launched_without_work(self, rng, kernels, auto_cp):
         inputs = make_inputs(rng, 0, dtype=torch.bfloat16)
