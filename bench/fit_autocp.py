@@ -140,20 +140,21 @@ def plans_of(problem: Problem, device: DeviceSpec) -> list[tuple[str, Plan]]:
     Where the planner leaves the sequences whole, its start value stands for its cut.
     """
     chosen = autocp.plan(problem, device)
-    length, split = chosen.chunks_per_segment, chosen.split
-    if chosen == WHOLE:
+    length, split = chosen.chunks_per_segment, chosen.split or 1
+    if not length:
         length = round(autocp.start_value(problem, device.sm_count, 1)[1])
     cut = Plan(max(length, autocp.MIN_SEGMENT), split, 1, 1, 0)
     length = cut.chunks_per_segment
     transitions = replace(cut, max_transition_heads=MAX_TOKENS)
-    rows = [("fast", WHOLE), ("fast", chosen), ("fast", cut), ("fast", replace(cut, split=3 - split))]
+    rows = [("fast", WHOLE), *[("fast", replace(WHOLE, split=number)) for number in (1, 2)], ("fast", chosen)]
+    rows += [("fast", cut), ("fast", replace(cut, split=3 - split))]
     rows += [("fast", replace(cut, chunks_per_segment=number)) for number in (length // 2, 2 * length)]
     rows += [("fast", replace(cut, inline_warmup=0)), ("fast", transitions)]
     rows += [(gates, plan) for gates in ("slow", "mixed") for plan in (cut, transitions)]
     rows += [("slow", replace(transitions, chunks_per_segment=2 * length))]
 
     def fits(plan: Plan) -> bool:
-        if plan == WHOLE:
+        if not plan.chunks_per_segment:
             return True
         longest = max(problem.lengths or (problem.seq_len,))
         numbers = plan.num_segments(problem.num_seqs, problem.tokens, problem.seq_len)

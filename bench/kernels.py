@@ -147,7 +147,7 @@ def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     def fused() -> None:
         fwd_fused(
             x.q, x.k, x.v, g_cum, x.beta, A, o, None, final_state, case.scale, *x.place, False, x.num_sms,
-            items=made.forward, order=made.order, segment_states=made.states,
+            items=made.forward, order=made.order, segment_states=made.states, block_v=128 // plan.split if plan.split else None,
         )  # fmt: skip
 
     return {"kkt_solve": solve, **made.calls, "fwd_fused": fused}

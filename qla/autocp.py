@@ -156,9 +156,9 @@ FAST = Gates()
 class Plan:
     """How the sequences of a call are cut. Lengths in chunks.
 
-    chunks_per_segment: most chunks of a segment; 0 leaves the sequences whole, and then nothing else of the plan matters.
-    split: blocks of the fused kernel that share the columns of V of an item, 1 or 2. Whole sequences, serial heads and the scans have rules
-        of their own.
+    chunks_per_segment: most chunks of a segment; 0 leaves the sequences whole, and then only split counts of the rest.
+    split: blocks of the fused kernel that share the columns of V of an item, 1 or 2; serial heads and the scans have rules of their own. 0,
+        only for whole sequences: as the launcher chooses from the number of heads (``whole_split``).
     inline_warmup: longest warm-up inside the fused kernel and the scans, 0 to max_warmup.
     max_warmup: longest warm-up at all.
     max_transition_heads: most (sequence, value head) pairs that go through transition matrices.
@@ -175,7 +175,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_int("chunks_per_segment", self.chunks_per_segment, 0)
-        _check_int("split", self.split, 1, 2)
+        _check_int("split", self.split, 1 if self.chunks_per_segment else 0, 2)
         _check_int("inline_warmup", self.inline_warmup, 0)
         _check_int("max_warmup", self.max_warmup, 0)
         _check_int("max_transition_heads", self.max_transition_heads, 0)
@@ -202,7 +202,7 @@ class Plan:
         return packed_segment_base(tokens, num_seqs, self.chunks_per_segment) + 1
 
 
-WHOLE = Plan(0, 1, 0, 0, 0)
+WHOLE = Plan(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,7 +458,7 @@ def _work(sequences: Sequences, value_heads: int, num_segments: int, num_sms: in
     segment_heads = num_segments * value_heads
     limit = plan.chunks_per_segment
     if not limit:
-        split = whole_split(segment_heads, num_sms)
+        split = plan.split or whole_split(segment_heads, num_sms)
         walk = tuple((chunks, split, count * value_heads * split) for chunks, count in sequences)
         return _Work(num_sms, total, False, segment_heads, segment_heads, walk)
 
@@ -795,14 +795,14 @@ def _variants(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, p
     return sorted(variants, key=weighed)
 
 
-def _harmless(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, coefficients: Coefficients) -> bool:
+def _harmless(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, uncut: Plan, coefficients: Coefficients) -> bool:
     """Whether slow heads cost no more than the rule of the function ``plan`` allows, for sequences of these lengths."""
 
     def prediction(plan: Plan, gates: Gates) -> Prediction:
         return _predict(problem, sequences, num_sms, plan, gates, False, coefficients)
 
     known = problem.seq_len > 0 or problem.lengths is not None or problem.num_seqs == 1
-    allowed = (1 + (MAX_LOSS if known else MAX_LOSS_UNKNOWN)) * prediction(WHOLE, FAST).total
+    allowed = (1 + (MAX_LOSS if known else MAX_LOSS_UNKNOWN)) * prediction(uncut, FAST).total
     return all(prediction(plan, Gates(slow=share)).total <= allowed for share in SLOW_SHARES)
 
 
@@ -825,12 +825,16 @@ def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
 
     if not problem.num_seqs:
         return WHOLE
-    whole = fast_us(WHOLE)
+    uncut, whole = WHOLE, fast_us(WHOLE)
+    for split in (1, 2):  # ragged lengths may want another one than the number of heads suggests
+        times = fast_us(replace(WHOLE, split=split))
+        if all(time < (1 - MIN_GAIN) * before - 1 for time, before in zip(times, whole, strict=True)):  # and a microsecond at least
+            uncut, whole = replace(WHOLE, split=split), times
     if all(
         (1 - MIN_GAIN) * time <= _least_cut(problem, sequences, num_sms, coefficients)
         for sequences, time in zip(hypotheses, whole, strict=True)
     ):
-        return WHOLE
+        return uncut
     us = {plan: fast_us(plan) for plan in _candidates(problem, hypotheses, num_sms, coefficients)}
     best = [min(times) for times in zip(whole, *us.values(), strict=True)]
 
@@ -846,9 +850,10 @@ def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
     candidates = sorted(paying, key=lambda cut: (regret(us[cut]), -cut.chunks_per_segment, cut.split))
     for candidate in candidates[:MAX_TRIES]:
         for variant in _variants(problem, hypotheses, num_sms, candidate, coefficients):
-            if pays(fast_us(variant)) and all(_harmless(problem, sequences, num_sms, variant, coefficients) for sequences in hypotheses):
+            harmless = (_harmless(problem, sequences, num_sms, variant, uncut, coefficients) for sequences in hypotheses)
+            if pays(fast_us(variant)) and all(harmless):
                 return variant
-    return WHOLE
+    return uncut
 
 
 def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None = None) -> Plan:
@@ -856,11 +861,12 @@ def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None
 
     problem: its size. device: the card; only its sm_count matters. coefficients: those of autocp_coefficients.json by default.
 
-    Of the candidates (uncut, and cuts into segments of two chunks or more with V in one block or in two) the one with the least predicted
-    forward time for fast gates, with a warm-up of one chunk. It is made with cp_prep and cp_merge, or without them where that saves more
-    with fast gates than SLOW_WEIGHT times what it loses with slow heads (the mean of the shares below). A cut has to gain 3 % over uncut.
-    With a quarter, a half or all of the heads slow it may cost at most 1 % more than uncut. What does not keep to this is tried
-    the other way, with or without the two kernels, then the next best cuts; if none does, the sequences stay whole.
+    Of the candidates (uncut, with V split as the number of heads suggests or, where that gains 3 %, the other way; cuts into segments of
+    two chunks or more with V in one block or in two) the one with the least predicted forward time for fast gates, with a warm-up of one
+    chunk. It is made with cp_prep and cp_merge, or without them where that saves more with fast gates than SLOW_WEIGHT times what it
+    loses with slow heads (the mean of the shares below). A cut has to gain 3 % over uncut. With a quarter, a half or all of the heads
+    slow it may cost at most 1 % more than uncut. What does not keep to this is tried the other way, with or without the two kernels, then
+    the next best cuts; if none does, the sequences stay whole.
     When the host does not know the lengths, they may be equal, or one sequence may hold all tokens: then it is the plan whose worst ratio
     to the best one for each of the two is least, and with slow heads it may cost 25 % more than uncut for either.
     """
@@ -885,7 +891,7 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
     chosen = _plan(problem, num_sms, coefficients)
     hypotheses = _hypotheses(problem)
     cuts = _candidates(problem, hypotheses, num_sms, coefficients) if tokens else []
-    rows = [WHOLE]
+    rows = [WHOLE] if chosen.chunks_per_segment or chosen == WHOLE else [WHOLE, chosen]
     for cut in cuts:
         variants = _variants(problem, hypotheses, num_sms, cut, coefficients)
         rows.append(chosen if chosen in variants else variants[0])
@@ -894,7 +900,8 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
         return _predict(problem, hypotheses[0], num_sms, plan, gates, backward, coefficients).total
 
     def name(plan: Plan) -> str:
-        return f"segments of {plan.chunks_per_segment}, split {plan.split}" if plan.chunks_per_segment else "uncut"
+        split = f", split {plan.split}" if plan.split else ""
+        return (f"segments of {plan.chunks_per_segment}" if plan.chunks_per_segment else "uncut") + split
 
     longest = max((_chunks(length) for length in lengths), default=0)
     lines = [

@@ -112,6 +112,7 @@ def launch_forward(
         fwd_fused(
             q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale, *place, call.state_v_first, num_sms,
             items=cut and cut.forward, order=order, segment_states=cut and cut.states,
+            block_v=v.shape[-1] // call.plan.split if call.plan.split else None,
         )  # fmt: skip
     return Forward(g_cum, A, o, final_state, cut)
 

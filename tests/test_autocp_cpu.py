@@ -216,7 +216,8 @@ def check_plan(problem: Problem) -> Plan:
     """What holds for every plan made by the planner."""
     made = plan(problem, H200)
     assert made == autocp._plan.__wrapped__(problem, H200.sm_count, Coefficients.load())
-    if made == WHOLE:
+    if not made.chunks_per_segment:
+        assert us(problem, made) <= us(problem, WHOLE)
         return made
     assert made.chunks_per_segment >= autocp.MIN_SEGMENT and 1 <= made.max_warmup <= 2 * made.chunks_per_segment
     numbers = made.num_segments(problem.num_seqs, problem.tokens, problem.seq_len)
@@ -267,7 +268,7 @@ def test_other_cards(num_sms):
     assert (made == WHOLE) == (num_sms <= 2)
 
 
-@pytest.mark.parametrize("value_heads, seq_len", [(8, 32768), (8, 8192), (32, 32768), (4, 2048), (1, 65536)])
+@pytest.mark.parametrize("value_heads, seq_len", [(8, 32768), (8, 8192), (32, 32768), (1, 65536)])
 def test_few_heads_are_cut(value_heads, seq_len):
     made = check_plan(batch_of(1, value_heads, 1, seq_len))
     assert made.chunks_per_segment > 0
@@ -443,9 +444,9 @@ def test_what_is_measured_for_a_shape():
         rows = fit_autocp.plans_of(problem, H200)
         assert len(rows) == len(set(rows)) >= 9 and rows[0] == ("fast", WHOLE)
         assert {gates for gates, _ in rows} == {"fast", "slow", "mixed"}
-        cuts = [cut for _, cut in rows[1:]]
-        chosen = plan(problem, H200)
-        assert chosen in [WHOLE, *cuts]
+        assert plan(problem, H200) in [made for _, made in rows]
+        assert {made.split for _, made in rows if not made.chunks_per_segment} == {0, 1, 2}
+        cuts = [made for _, made in rows if made.chunks_per_segment]
         longest = max(-(-length // CHUNK) for length in shape.sequence_lengths)
         assert all(autocp.MIN_SEGMENT <= cut.chunks_per_segment < longest for cut in cuts)
         slow = [cut for gates, cut in rows if gates == "slow"]

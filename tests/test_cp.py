@@ -189,6 +189,20 @@ def test_repeats(plan, rng):
 def test_uncut_is_uncut(rng):
     x = gated(rng, "fast", LENGTHS[1])
     assert_same_bits(x.run(auto_cp=WHOLE), x.run(auto_cp=False), "WHOLE")
+    for split in (1, 2):
+        assert_accurate(x, x.run(auto_cp=Plan(0, split, 0, 0, 0)))
+
+
+@pytest.mark.parametrize("plan", ["prepared warm-up", "transition", "all three"])
+def test_kept_states_are_those_made_again(plan, rng, monkeypatch):
+    """The backward pass goes by the forward pass's segment states, or makes the same ones."""
+    x = gated(rng, "mixed", LENGTHS[1])
+    losses = make_losses(rng, x)
+    found = []
+    for share in (0.0, 1e6):
+        monkeypatch.setattr("qla.autograd.KEPT_SHARE", share)
+        found.append(gradients_of(x, losses, lambda y: y.run(auto_cp=PLANS[plan])))
+    assert_same_gradients(*found, "kept")
 
 
 @pytest.mark.parametrize("gates", ["none", "mixed", "fast"])

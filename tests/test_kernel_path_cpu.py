@@ -67,13 +67,13 @@ class StandIns:
 
     def fwd_fused(
         self, q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-        items, order, segment_states,
+        items, order, segment_states, block_v,
     ):  # fmt: skip
         self.launches.append("fwd_fused")
         assert (items is None) == (order is None) and (order is None or order.numel() == 2 * items.shape[0] * items.shape[1])
         self.got["fwd_fused"] = {
             "tensors": (k, v, g_cum, beta, A, initial_state), "place": (cu_seqlens, num_seqs, seq_len), "items": items, "order": order,
-            "states": segment_states,
+            "states": segment_states, "block_v": block_v,
         }  # fmt: skip
         tokens, heads, _ = v.shape
         for name, x, shape, dtype in (
@@ -478,6 +478,12 @@ class TestCutCalls:
         o, state = qla.chunk_gated_delta_rule(*inputs.leaves(), auto_cp=auto_cp, **options)
         (o.sum() + state.sum()).backward()
         assert kernels.launches == [] and kernels.got == {} and (start.grad == 1).all()
+
+    @pytest.mark.parametrize(("split", "block_v"), [(0, None), (1, 128), (2, 64)])
+    def test_whole_sequences_with_a_split(self, kernels, problem, split, block_v):
+        inputs, _, options, _ = problem
+        qla.chunk_gated_delta_rule(*inputs, auto_cp=autocp.Plan(0, split, 0, 0, 0), **options)
+        assert kernels.launches == ["kkt_solve", "fwd_fused"] and kernels.got["fwd_fused"]["block_v"] == block_v
 
     def test_low_level_entry_is_cut_too(self, kernels, plan, problem):
         inputs, start, options, _ = problem

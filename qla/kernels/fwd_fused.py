@@ -482,7 +482,7 @@ def build(cfg: FwdConfig):
 
 def fwd_fused(
     q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, order=None, segment_states=None,
+    items=None, order=None, segment_states=None, block_v=None,
 ) -> None:  # fmt: skip
     """Launch the fused forward on the current stream.
 
@@ -498,8 +498,12 @@ def fwd_fused(
         num_sms: multiprocessors of the device.
         items, order: int32 [segments, HV, 4] and [2 segments HV] (`cp_plan`), or None for one item a sequence and head.
         segment_states: fp32 [segments, HV, 128, 128], [V, K], read where an item says so (`cp_prep`); None where no item may.
+        block_v: without items, columns of V a block owns, 128 or 64; None: by the number of heads.
     """
-    block_v = choose_block_v(num_seqs * v.shape[1], num_sms) if items is None else HEAD_DIM
+    if items is not None:
+        block_v = HEAD_DIM
+    elif block_v is None:
+        block_v = choose_block_v(num_seqs * v.shape[1], num_sms)
     cfg = FwdConfig(block_v, str(q.dtype).removeprefix("torch."))
     nothing = torch.empty(4, dtype=torch.float32, device=q.device)
     build(cfg)(
