@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qla import autocp
+from qla import ops
 from qla.autocp import WHOLE, Plan
-from qla.autograd import Call, aligned, gated_delta_rule, launch_backward, launch_forward
+from qla.autograd import Call, aligned, choose_plan, gated_delta_rule, launch_backward, launch_forward
 from qla.checks import (
     KERNEL_DIM,
     Problem,
@@ -23,7 +23,6 @@ from qla.checks import (
     unsupported_reason,
     warn_once,
 )
-from qla.device import device_spec
 from qla.reference import CHUNK, chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
 L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
@@ -87,6 +86,7 @@ def chunk_gated_delta_rule(
 
     Raises ValueError or TypeError naming the argument, the rule and what it got, before any launch. The values in a
     cu_seqlens on the GPU are checked only with cu_seqlens_cpu or with QLA_DEBUG=1 in the environment: reading them waits for the GPU.
+    torch.compile takes the function whole (fullgraph=True); then no values of cu_seqlens are checked.
     """
     if cp_context is not None:
         raise NotImplementedError("cp_context: qla does not support context parallelism over several GPUs; pass cp_context=None.")
@@ -112,8 +112,12 @@ def chunk_gated_delta_rule(
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
     tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-    call = replace(call, plan=_segmentation(auto_cp, problem, q, cu_seqlens, cu_seqlens_cpu))
-    o, final_state = gated_delta_rule(*tensors, call)
+    if torch.compiler.is_compiling():
+        plan = auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
+        o, final_state = ops.gated_delta_rule(*tensors, call, plan)
+    else:
+        call = replace(call, plan=_segmentation(auto_cp, problem, tensors[1], tensors[2], cu_seqlens, cu_seqlens_cpu))
+        o, final_state = gated_delta_rule(*tensors, call)
     return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
 
 
@@ -157,7 +161,7 @@ def chunk_gated_delta_rule_fwd(
             return g_cum.float(), A.to(q.dtype), o, final_state
 
         tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-        call = replace(call, plan=_segmentation(auto_cp, problem, q, cu_seqlens, cu_seqlens_cpu))
+        call = replace(call, plan=_segmentation(auto_cp, problem, tensors[1], tensors[2], cu_seqlens, cu_seqlens_cpu))
         result = launch_forward(*tensors, call)
         g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
         return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
@@ -319,24 +323,26 @@ def _normalise(
         initial_state = aligned(_pad(initial_state.float(), 2))
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
-    call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state)
+    call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, WHOLE)
     return (q, k, v, g, beta, initial_state, cu_seqlens), call
 
 
-def _segmentation(auto_cp: bool | Plan, problem: Problem, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Plan:
-    """How a call's sequences are cut; their lengths count where the host has them."""
+def _segmentation(
+    auto_cp: bool | Plan, problem: Problem, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> Plan:
+    """How a call's sequences are cut; their lengths count where the host has them.
+
+    k, v: normalised, [N, H, 128] and [N, HV, 128].
+    """
     if isinstance(auto_cp, Plan):
         return auto_cp
-    if not auto_cp or problem.num_seqs == 0 or problem.tokens == 0:
+    if not auto_cp:
         return WHOLE
     on_host = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens
     lengths = None
     if on_host is not None and on_host.device.type == "cpu":
         lengths = tuple(on_host.diff().tolist())
-    sizes = autocp.Problem(
-        problem.key_heads, problem.value_heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths
-    )
-    return autocp.plan(sizes, device_spec(q.device))
+    return choose_plan(k, v, problem.num_seqs, problem.seq_len, lengths)
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qla import autocp
 from qla.autocp import WHOLE, Plan
 from qla.device import device_spec
 from qla.reference import CHUNK
@@ -43,7 +44,7 @@ class Call:
     scale: float
     state_v_first: bool
     output_final_state: bool
-    plan: Plan = WHOLE
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Forward:
 
     g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, 128].
     final_state: [S, HV, 128, 128] fp32 or None.
-    cut: None if no sequence is cut.
+    cut, bound: None if no sequence is cut; bound [slots, HV] fp32, what ``work_items`` decides by.
     """
 
     g_cum: Tensor
@@ -79,6 +80,15 @@ class Forward:
     o: Tensor
     final_state: Tensor | None
     cut: Cut | None = None
+    bound: Tensor | None = None
+
+
+def choose_plan(k: Tensor, v: Tensor, num_seqs: int, seq_len: int, lengths: tuple[int, ...] | None) -> Plan:
+    """AutoCP's plan for k [N, H, 128] and v [N, HV, 128]; lengths of packed sequences where the host has them."""
+    if num_seqs == 0 or len(v) == 0:
+        return WHOLE
+    sizes = autocp.Problem(k.shape[1], v.shape[1], num_seqs, len(v), seq_len, lengths)
+    return autocp.plan(sizes, device_spec(v.device))
 
 
 def launch_forward(
@@ -106,7 +116,7 @@ def launch_forward(
         g_cum, A, bound = kkt_solve(k, g, beta, o, *place, num_sms, with_bound=is_cut)
         cut = order = None
         if is_cut:
-            forward, reverse, order = _work_items(bound, tokens, cu_seqlens, call, num_sms)
+            forward, reverse, order = work_items(bound, tokens, cu_seqlens, call)
             starts = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
             cut = Cut(forward, reverse, *starts)
         fwd_fused(
@@ -114,10 +124,10 @@ def launch_forward(
             items=cut and cut.forward, order=order, segment_states=cut and cut.states,
             block_v=v.shape[-1] // call.plan.split if call.plan.split else None,
         )  # fmt: skip
-    return Forward(g_cum, A, o, final_state, cut)
+    return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)
 
 
-def _work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call, num_sms: int) -> tuple[Tensor, Tensor, Tensor]:
+def work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """What each segment and head starts from, forward and reverse, decided on the device, and the order of the forward pass's blocks."""
     from qla.kernels.cp_plan import cp_plan
 
@@ -125,7 +135,8 @@ def _work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Cal
     num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
     items: tuple[Tensor, Tensor, Tensor] = cp_plan(
         bound, cu_seqlens, tokens, call.num_seqs, call.seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
-        plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E, num_sms,
+        plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E,
+        device_spec(bound.device).sm_count,
     )  # fmt: skip
     return items
 
@@ -348,6 +359,8 @@ def launch_backward(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Contiguous and 16-byte aligned; a copy only where needed."""
+    """Contiguous and 16-byte aligned; a copy only where needed. While torch.compile traces, there are no addresses: ``qla.ops`` looks."""
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return x
     return x.clone() if x.data_ptr() % ALIGNMENT else x

@@ -1,0 +1,171 @@
+"""The kernels' two passes as operators that torch.compile takes as they are: ``torch.ops.qla.chunk_forward`` and ``chunk_backward``.
+
+Outside torch.compile the same kernels run through ``qla.autograd``, whose Python costs less for each call. Tensors are normalised as
+there. What the host decides, how sequences are cut, is decided when an operator runs, with the sizes of that call: a compiled
+function with dynamic shapes neither recompiles nor is bound to one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla.autocp import WHOLE, Plan
+from qla.autograd import Call, Cut, aligned, choose_plan, launch_backward, launch_forward, work_items
+from qla.reference import CHUNK
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    call: Call,
+    plan: Plan | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As ``qla.autograd.gated_delta_rule``, through the operators; plan in place of the call's, None for AutoCP's, made when they run."""
+    numbers = []
+    if plan is not None:
+        numbers = [plan.chunks_per_segment, plan.split, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads]
+    sizes = (call.num_seqs, call.seq_len, call.scale, call.state_v_first, numbers, (plan or WHOLE).threshold)
+    o, final_state, *_ = chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, *sizes, call.output_final_state)
+    return o, final_state if call.output_final_state else None
+
+
+def _num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:
+    from qla.kernels.ws import num_slots
+
+    return num_slots(tokens, num_seqs, seq_len)  # type: ignore[no-any-return]
+
+
+def _call(
+    k: Tensor,
+    v: Tensor,
+    num_seqs: int,
+    seq_len: int,
+    scale: float,
+    state_v_first: bool,
+    plan: Sequence[int],
+    threshold: float,
+    output_final_state: bool = False,
+) -> Call:
+    fixed = replace(Plan(*plan), threshold=threshold) if plan else choose_plan(k, v, num_seqs, seq_len, None)
+    return Call(num_seqs, seq_len, scale, state_v_first, output_final_state, fixed)
+
+
+@torch.library.custom_op("qla::chunk_forward", mutates_args=())
+def chunk_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_seqs: int,
+    seq_len: int,
+    scale: float,
+    state_v_first: bool,
+    plan: Sequence[int],
+    threshold: float,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward pass.
+
+    The first seven as ``launch_forward`` takes them, at any address; num_seqs to state_v_first as in ``Call``; plan: the integers of a
+    Plan, or none for AutoCP's own; threshold: that of the plan.
+
+    Returns o [N, HV, 128], final_state [S, HV, 128, 128] fp32 (no element unless output_final_state), g_cum [N, HV] fp32, A [N, HV, 64]
+    and bound [slots, HV] fp32, zeros unless sequences are cut.
+    """
+    q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
+    initial_state = None if initial_state is None else aligned(initial_state)
+    call = _call(k, v, num_seqs, seq_len, scale, state_v_first, plan, threshold, output_final_state)
+    result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
+    final_state, bound = result.final_state, result.bound
+    if final_state is None:
+        final_state = torch.empty(0, dtype=torch.float32, device=v.device)
+    if bound is None:
+        bound = torch.zeros(_num_slots(len(v), num_seqs, seq_len), v.shape[1], dtype=torch.float32, device=v.device)
+    return result.o, final_state, result.g_cum, result.A, bound
+
+
+@chunk_forward.register_fake
+def _(q, k, v, g, beta, initial_state, cu_seqlens, num_seqs, seq_len, scale, state_v_first, plan, threshold, output_final_state):  # type: ignore[no-untyped-def]
+    tokens, heads, dim = v.shape
+    final_state = v.new_empty((num_seqs, heads, dim, dim) if output_final_state else (0,), dtype=torch.float32)
+    bound = v.new_empty((_num_slots(tokens, num_seqs, seq_len), heads), dtype=torch.float32)
+    return torch.empty_like(v), final_state, torch.empty_like(g), v.new_empty((tokens, heads, CHUNK)), bound
+
+
+@torch.library.custom_op("qla::chunk_backward", mutates_args=())
+def chunk_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cum: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    bound: Tensor,
+    initial_state: Tensor | None,
+    do: Tensor | None,
+    dht: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_seqs: int,
+    seq_len: int,
+    scale: float,
+    state_v_first: bool,
+    plan: Sequence[int],
+    threshold: float,
+    initial_state_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The backward pass: gradients of q, k, v, g, beta and of the initial state (no element unless initial_state_grad).
+
+    Arguments as of ``chunk_forward``, its results, and the gradients of o and of the final state, None for zero.
+    """
+    q, k, v, beta = (aligned(x) for x in (q, k, v, beta))
+    initial_state = None if initial_state is None else aligned(initial_state)
+    call = _call(k, v, num_seqs, seq_len, scale, state_v_first, plan, threshold)
+    cut = None
+    if call.plan.chunks_per_segment > 0 and len(v) > 0 and num_seqs > 0:
+        forward, reverse, _ = work_items(bound, len(v), cu_seqlens, call)
+        cut = Cut(forward, reverse)
+    *grads, dh0 = launch_backward(q, k, v, g_cum, beta, A, initial_state, do, dht, cu_seqlens, call, initial_state_grad, cut)
+    dq, dk, dv, dg, dbeta = grads
+    return dq, dk, dv, dg, dbeta, torch.empty(0, dtype=torch.float32, device=v.device) if dh0 is None else dh0
+
+
+@chunk_backward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, g_cum, beta, A, bound, initial_state, do, dht, cu_seqlens, num_seqs, seq_len, scale, state_v_first, plan, threshold,
+    initial_state_grad,
+):  # fmt: skip
+    heads, dim = v.shape[1:]
+    dh0 = v.new_empty((num_seqs, heads, dim, dim) if initial_state_grad else (0,), dtype=torch.float32)
+    return *(torch.empty_like(x) for x in (q, k, v, g_cum, beta)), dh0
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, _, beta, initial_state, cu_seqlens, *sizes, output_final_state = inputs
+    _, _, g_cum, A, bound = output
+    ctx.save_for_backward(q, k, v, g_cum, beta, A, bound, initial_state, cu_seqlens)
+    ctx.sizes, ctx.with_state = sizes, output_final_state
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, g_cum, beta, A, bound, initial_state, cu_seqlens = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:6]
+    dht = dht if ctx.with_state else None
+    grads = chunk_backward(q, k, v, g_cum, beta, A, bound, initial_state, do, dht, cu_seqlens, *ctx.sizes, needed[5])
+    return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 8)
+
+
+chunk_forward.register_autograd(_differentiate, setup_context=_save)
