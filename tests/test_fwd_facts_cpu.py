@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tilelang")
 from qla.kernels import fwd_fused as fwd  # noqa: E402
 from qla.kernels.ws import CHUNKS, PART_OF_V, PLACE_FIELDS, SKIP  # noqa: E402
-from tests.lowered import by_role, generated  # noqa: E402
+from tests.lowered import assert_lanes_hold_pairs_of_gates, by_role, generated, place_of, static  # noqa: E402
 
 Role = fwd.Role
 PRODUCTS = r"wgmma_(?:ss|rs)<"
@@ -41,16 +41,6 @@ def state_loop(code):
     loop = r"^( *)for \(int \w+ = 0; \w+ < \(num_chunks - 1\); \+\+\w+\) \{\n(.*?)^\1\}$"
     before, _, body, after = re.split(loop, by_role(code, Role)[Role.STATE], maxsplit=1, flags=re.M | re.S)
     return before, body, after
-
-
-def static(code, dtype):
-    """Elements of each array of static shared memory of a type, barriers aside."""
-    return [int(n) for n in re.findall(rf"__shared__ __align__\(16\) {dtype} \w+\[(\d+)\]", code)]
-
-
-def place_of(code):
-    """Name of the array that holds the block's place."""
-    return re.search(rf"__shared__ __align__\(16\) int (\w+)\[{PLACE_FIELDS}\];", code)[1]
 
 
 def test_threads_registers_and_shared_memory(kernel):
@@ -160,23 +150,8 @@ def test_products_of_a_chunk(kernel):
 
 
 def test_lanes_hold_the_gates_that_device_code_gives_them(kernel):
-    """qla_fetch_gates and qla_take_gates rely on lane l having elements 2 l and 2 l + 1 of the 64."""
     cfg, _, code = kernel
-    part = agents(code)["IO 1"]
-    locals_of_gates = set(re.search(r"qla_take_gates\(\w+, .*, (\w+), (\w+), \w+, \(\(\(int\)threadIdx\.x\) & 31\)\);", part).groups())
-    assert all(f"float {name}[2];" in code for name in locals_of_gates)
-    assert {name for name, _ in re.findall(r"\*\(float2\*\)\((\w+) \+ (0)\)", part)} == locals_of_gates, "whole pairs and nothing else"
-    stores = re.findall(r"\*\(float2\*\)\((\w+) \+ (.*threadIdx.*)\) = ", part)
-    assert len({name for name, _ in stores}) == len(stores) == static(code, "float").count(cfg.stages * 64)
-    first = cfg.threads - 3 * 32  # of the warp
-    for _, index in stores:
-        stage = re.search(r"(i_\d+) % 3", index)[1]
-        for lane in range(32):
-            text = index.replace("((int)threadIdx.x)", str(first + lane)).replace(stage, "1")
-            assert re.fullmatch(r"[\d ()*+%-]+", text), index
-            assert eval(text) == 64 + 2 * lane, index
-    begins = re.findall(r"qla_(?:fetch|take)_gates\(", part)
-    assert len(begins) == 3, "of the first chunk, of this one, of the next one"
+    assert_lanes_hold_pairs_of_gates(cfg, code, agents(code)["IO 1"], static(code, "float").count(cfg.stages * 64))
 
 
 def test_accumulator_fence_covers_what_a_thread_owns(kernel):

@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tilelang")
-from tilelang import tvm  # noqa: E402
-from tilelang.backend.target import determine_target  # noqa: E402
-from tilelang.engine.lower import lower  # noqa: E402
-
 from qla import autocp  # noqa: E402
 from qla.kernels import cp_plan as plan  # noqa: E402
 from qla.kernels import ws  # noqa: E402
+from tests.lowered import generated  # noqa: E402
 
 SHARED = Path(ws.__file__).with_suffix(".cuh").read_text()
 OWN = Path(plan.__file__).with_suffix(".cuh").read_text()
@@ -21,14 +18,8 @@ OWN = Path(plan.__file__).with_suffix(".cuh").read_text()
 
 @pytest.fixture(scope="module")
 def kernel():
-    """(attributes, text) of the kernel. It has no dynamic shared memory, which `tests.lowered.generated` reads the size of."""
-    target = determine_target(ws.TARGET, return_object=True)
-    pass_configs = {key.value: value for key, value in plan.PASS_CONFIGS.items()}
-    with ws.lowering(), tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
-        artifact = lower(plan.prim_func(plan.CONFIGS[0]), target=target, enable_host_codegen=False, enable_device_compile=False)
-    (function,) = artifact.device_mod.functions.values()
-    source = artifact.kernel_source
-    return set(function.attrs.keys()), source[source.rindex("__launch_bounds__") :]
+    """(bytes of dynamic shared memory, text) of the kernel."""
+    return generated(plan, plan.CONFIGS[0])
 
 
 def parameters(source, function):
@@ -48,10 +39,10 @@ def enum(source, name):
 
 
 def test_one_block_of_one_function(kernel):
-    attributes, code = kernel
+    smem, code = kernel
     assert code.startswith(f"__launch_bounds__({plan.THREADS}, 1)")
     assert [(cfg.threads, cfg.smem_bytes) for cfg in plan.CONFIGS] == [(plan.THREADS, 0)]
-    assert "dyn_shared_memory_buf" not in attributes and "__shared__" not in code
+    assert smem == 0 and "__shared__" not in code
     (call,) = re.findall(r"qla_plan::plan\((.*)\);", code)
     arguments = [re.sub(r"\(&\((\w+)\[0\]\)\)", r"\1", argument).lower() for argument in call.split(", ")]
     assert arguments == parameters(OWN, "plan"), "each value goes where its name is"
