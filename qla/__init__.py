@@ -7,6 +7,7 @@ none, and does not load TileLang.
 from qla.api import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd, chunk_gdn
 from qla.autocp import explain_plan
 from qla.checks import unsupported_reason
+from qla.startup import warmup
 
 __version__ = "0.1.0"
 
@@ -18,4 +19,5 @@ __all__ = [
     "chunk_gdn",
     "explain_plan",
     "unsupported_reason",
+    "warmup",
 ]

@@ -11,7 +11,6 @@ spills more than its config explains, or if something spills and nobody knows wh
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import os
 import re
@@ -26,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused")
+from qla.startup import variants
+
 ARCH = ("-gencode=arch=compute_90a,code=sm_90a",)
 
 
@@ -203,15 +203,6 @@ def disassemble(cubin: Path) -> str:
     if nvdisasm is None:
         return ""
     return subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=False).stdout
-
-
-def variants(only: str = "") -> Iterator[tuple[Any, Any]]:
-    """(kernel module, config) of every variant whose name holds ``only``."""
-    for kernel in KERNELS:
-        module = importlib.import_module(f"qla.kernels.{kernel}")
-        for cfg in module.CONFIGS:
-            if only in cfg.name:
-                yield module, cfg
 
 
 def role_budgets(cfg: Any) -> dict[str, int]:

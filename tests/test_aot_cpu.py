@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qla import aot
+from qla import aot, startup
 
 PTXAS = """\
 kernel.cu(12): warning #177-D: variable "x" was declared but never referenced
@@ -113,17 +113,18 @@ def test_compiles_as_tilelang_does(monkeypatch, tmp_path):
 
 def test_every_variant_is_listed_once():
     pytest.importorskip("tilelang")
-    names = [cfg.name for _, cfg in aot.variants()]
+    names = [cfg.name for _, cfg in startup.variants()]
     assert len(names) == len(set(names)) < 24
     assert len([name for name in names if name.startswith(("kkt", "fwd"))]) < 12
-    found = {kernel: [cfg.name for module, cfg in aot.variants() if module.__name__ == f"qla.kernels.{kernel}"] for kernel in aot.KERNELS}
+    names_of = {kernel: f"qla.kernels.{kernel}" for kernel in startup.KERNELS}
+    found = {kernel: [cfg.name for module, cfg in startup.variants() if module.__name__ == name] for kernel, name in names_of.items()}
     assert {kernel: len(of_file) for kernel, of_file in found.items()} == {
         "kkt_solve": 4, "cp_plan": 1, "cp_prep": 8, "cp_merge": 2, "fwd_fused": 4, "bwd_fused": 2,
     }  # fmt: skip
     assert found["cp_plan"] == ["cp_plan"] and found["cp_merge"] == ["merge_forward", "merge_reverse"]
     assert {name.partition("_v")[0] for name in names if name.startswith("fwd")} == {"fwd_fused"}
-    assert [cfg.name for _, cfg in aot.variants(names[0])] == [names[0]]
-    for _, cfg in aot.variants("fwd_fused"):
+    assert [cfg.name for _, cfg in startup.variants(names[0])] == [names[0]]
+    for _, cfg in startup.variants("fwd_fused"):
         budgets = aot.role_budgets(cfg)
         assert len(budgets) >= 2 and all(registers % 8 == 0 for registers in budgets.values())
 
@@ -131,13 +132,13 @@ def test_every_variant_is_listed_once():
 def test_every_kernel_file_is_built():
     """A file with variants that is not listed would be compiled at its first call."""
     files = {path.stem for path in (Path(aot.__file__).parent / "kernels").glob("*.py")} - {"__init__", "ws"}
-    assert files == set(aot.KERNELS)
+    assert files == set(startup.KERNELS)
 
 
 def test_report_of_what_the_kernels_declare():
     """Threads and shared memory of each variant are numbers, and a kernel without roles has no budgets."""
     pytest.importorskip("tilelang")
-    for module, cfg in aot.variants():
+    for module, cfg in startup.variants():
         assert int(cfg.threads) % 32 == 0 and int(cfg.smem_bytes) >= 0
         has_roles = module.__name__.rpartition(".")[2] not in ("kkt_solve", "cp_plan")
         assert bool(aot.role_budgets(cfg)) == has_roles, cfg.name
