@@ -34,7 +34,7 @@ def test_every_module_imports_without_a_gpu():
         "assert not torch.cuda.is_initialized()\n"
         "print(*names)"
     )
-    modules = ("api", "autograd", "checks", "demo", "device", "integrations.fla", "kernels", "ops", "reference")
+    modules = ("api", "autograd", "checks", "demo", "device", "integrations.fla", "integrations.transformers", "kernels", "ops", "reference")
     assert {f"qla.{name}" for name in modules} <= set(out.split())
 
 

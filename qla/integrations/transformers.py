@@ -1,0 +1,56 @@
+"""qla in the linear-attention layers of Hugging Face transformers: Qwen3-Next, Qwen3.5 and the others that compute the Gated Delta Rule.
+
+After ``qla.integrations.transformers.enable()`` these layers call ``qla.chunk_gated_delta_rule`` for everything but single tokens of
+decoding, where they would call fla's or their own PyTorch function.
+"""
+
+from __future__ import annotations
+
+import threading
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from qla import api
+
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+# What the modeling files call: their own function in transformers 5, and fla's, None without fla, in 4.57.
+_NAMES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
+
+_lock = threading.RLock()
+_replaced: list[tuple[ModuleType, str, Any]] = []
+
+
+def enable() -> None:
+    """Makes the layers of all models in MODELS that the installed transformers has call ``qla.chunk_gated_delta_rule``.
+
+    Layers of transformers 4.57 look the function up when they are made, so call this before the model is. May be called again and
+    from several threads.
+
+    Raises ImportError without transformers, and RuntimeError if it has none of the models or they call another function.
+    """
+    with _lock:
+        if _replaced:
+            return
+        import_module("transformers")
+        for model in MODELS:
+            try:
+                module = import_module(f"transformers.models.{model}.modeling_{model}")
+            except ModuleNotFoundError as error:
+                if not (error.name or "").startswith("transformers.models."):
+                    raise
+                continue
+            for name in _NAMES:
+                if hasattr(module, name):
+                    _replaced.append((module, name, getattr(module, name)))
+                    setattr(module, name, api.chunk_gated_delta_rule)
+        if not _replaced:
+            raise RuntimeError(f"the installed transformers has no model that qla knows: {', '.join(MODELS)}")
+
+
+def disable() -> None:
+    """Gives the layers back what ``enable`` took. Does nothing if qla is not enabled."""
+    with _lock:
+        while _replaced:
+            module, name, function = _replaced.pop()
+            setattr(module, name, function)
