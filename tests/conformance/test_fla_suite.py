@@ -31,8 +31,8 @@ Errors are fla's: root mean square of the difference over that of the exact valu
 bf16 is not in fla's test_chunk. Here it is, held to the same numbers, but for the one case without any decay: there rounding the operands
 of every product to bf16 costs 5e-3 in plain PyTorch already (``problems.rounded_chunked``), all that is allowed.
 
-With QLA_TEST_DEVICE=cpu the large sizes carry the marker ``slow``: ``-m "not slow"`` leaves them out. With them, MALLOC_MMAP_THRESHOLD_=65536
-in the environment keeps glibc from holding ten times the memory that is in use (13 GB for 2 x 2048 tokens).
+With QLA_TEST_DEVICE=cpu the large sizes carry the marker ``slow``: ``-m "not slow"`` leaves them out. With them,
+MALLOC_MMAP_THRESHOLD_=65536 in the environment keeps glibc from holding ten times the memory that is in use (13 GB for 2 x 2048 tokens).
 """
 
 from __future__ import annotations
