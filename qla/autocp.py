@@ -795,15 +795,25 @@ def _variants(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, p
     return sorted(variants, key=weighed)
 
 
+def _allowed(problem: Problem, sequences: Sequences, num_sms: int, uncut: Plan, coefficients: Coefficients) -> float:
+    """Microseconds that a call with slow heads may take."""
+    known = problem.seq_len > 0 or problem.lengths is not None or problem.num_seqs == 1
+    loss = MAX_LOSS if known else MAX_LOSS_UNKNOWN
+    return (1 + loss) * _predict(problem, sequences, num_sms, uncut, FAST, False, coefficients).total
+
+
+def _may_be_harmless(problem: Problem, sequences: Sequences, num_sms: int, cut: Plan, uncut: Plan, coefficients: Coefficients) -> bool:
+    """Whether some limits on warm-up and transitions might make a cut ``_harmless``: all heads slow, by transitions or serial."""
+    ways = (cut, replace(cut, max_transition_heads=MAX_TOKENS))
+    slow = [_predict(problem, sequences, num_sms, way, Gates(slow=1.0), False, coefficients).total for way in ways]
+    return min(slow) <= _allowed(problem, sequences, num_sms, uncut, coefficients)
+
+
 def _harmless(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, uncut: Plan, coefficients: Coefficients) -> bool:
     """Whether slow heads cost no more than the rule of the function ``plan`` allows, for sequences of these lengths."""
-
-    def prediction(plan: Plan, gates: Gates) -> Prediction:
-        return _predict(problem, sequences, num_sms, plan, gates, False, coefficients)
-
-    known = problem.seq_len > 0 or problem.lengths is not None or problem.num_seqs == 1
-    allowed = (1 + (MAX_LOSS if known else MAX_LOSS_UNKNOWN)) * prediction(uncut, FAST).total
-    return all(prediction(plan, Gates(slow=share)).total <= allowed for share in SLOW_SHARES)
+    allowed = _allowed(problem, sequences, num_sms, uncut, coefficients)
+    slow = (_predict(problem, sequences, num_sms, plan, Gates(slow=share), False, coefficients).total for share in SLOW_SHARES)
+    return all(time <= allowed for time in slow)
 
 
 def _least_cut(problem: Problem, sequences: Sequences, num_sms: int, coefficients: Coefficients) -> float:
@@ -849,6 +859,8 @@ def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
     paying = [cut for cut, times in us.items() if pays(times)]
     candidates = sorted(paying, key=lambda cut: (regret(us[cut]), -cut.chunks_per_segment, cut.split))
     for candidate in candidates[:MAX_TRIES]:
+        if not all(_may_be_harmless(problem, sequences, num_sms, candidate, uncut, coefficients) for sequences in hypotheses):
+            continue
         for variant in _variants(problem, hypotheses, num_sms, candidate, coefficients):
             harmless = (_harmless(problem, sequences, num_sms, variant, uncut, coefficients) for sequences in hypotheses)
             if pays(fast_us(variant)) and all(harmless):
