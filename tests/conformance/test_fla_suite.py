@@ -1,9 +1,9 @@
 """What fla's own tests of the Gated Delta Rule ask of ``chunk_gated_delta_rule``, asked of qla's.
 
-fla (flash-linear-attention) checks its function in tests/ops/test_gdn.py. The sizes, input ranges, options and tolerances are taken from
-there, the code is not; each test here names the ones it stands for. fla compares with a float32 recurrence, or with its own function
-called in another way; here everything is compared with the float64 recurrence of ``qla.reference``, sequence by sequence, and what fla
-compares with itself is compared with itself as well.
+fla (flash-linear-attention) checks its function in tests/ops/test_gdn.py (read at commit bc3b101, between 0.5.2 and 0.6.0). The sizes,
+input ranges, options and tolerances are taken from there, the code is not; each test here names the ones it stands for. fla compares with
+a float32 recurrence, or with its own function called in another way; here everything is compared with the float64 recurrence of
+``qla.reference``, sequence by sequence, and what fla compares with itself is compared with itself as well.
 
     here                fla's tests                             inputs                        checked
     test_chunk          test_chunk                              fp16 and bf16, HV >= H, head  o, ht, dq, dk, dv, dg, dbeta, dh0
