@@ -26,13 +26,13 @@ def variants(only: str = "") -> Iterator[tuple[Any, Any]]:
 
 
 def warmup(only: str = "", jobs: int | None = None, verbose: bool = True) -> int:
-    """Compiles or loads all kernels, so that no later call has to. Needs no GPU; with one, a first call then takes milliseconds.
+    """Compiles or loads all kernels, so that no later call has to. Needs no GPU.
 
     only: just the variants whose name holds it; "bfloat16" and "float16" are parts of the names of most, see ``python -m qla.aot``.
     jobs: processes that compile at a time; by default one for each CPU. verbose: whether to print a line of progress to stderr.
 
-    What TileLang's cache on disk (TILELANG_CACHE_DIR) does not hold is compiled, about 5 s each, in processes of their own; several
-    programs may do so at once. Returns the number of variants. Raises RuntimeError with the compiler's last lines if one cannot be built.
+    What TileLang's cache on disk (TILELANG_CACHE_DIR) does not hold is compiled in processes of their own; several programs may do so
+    at once. Returns the number of variants. Raises RuntimeError with the compiler's last lines if one cannot be built.
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from numeric import assert_close
@@ -70,6 +72,15 @@ def test_layer_computes_the_same(model, calls):
     plugin.disable()
     run(model)
     assert len(calls) == 1, "disabled"
+
+
+def test_all_models_are_reached():
+    modules = [import_module(f"transformers.models.{model}.modeling_{model}") for model in plugin.MODELS]
+    own = [module.torch_chunk_gated_delta_rule for module in modules]
+    plugin.enable()
+    assert all(module.torch_chunk_gated_delta_rule is api.chunk_gated_delta_rule for module in modules)
+    plugin.disable()
+    assert [module.torch_chunk_gated_delta_rule for module in modules] == own
 
 
 def test_unknown_models(monkeypatch):

@@ -1,4 +1,4 @@
-"""qla in the linear-attention layers of Hugging Face transformers: Qwen3-Next, Qwen3.5 and the others that compute the Gated Delta Rule.
+"""qla in the linear-attention layers of Hugging Face transformers 5: Qwen3-Next, Qwen3.5 and others that compute the Gated Delta Rule.
 
 After ``qla.integrations.transformers.enable()`` these layers call ``qla.chunk_gated_delta_rule`` for everything but single tokens of
 decoding, where they would call fla's or their own PyTorch function.
@@ -14,18 +14,16 @@ from typing import Any
 from qla import api
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
-# What the modeling files call: their own function in transformers 5, and fla's, None without fla, in 4.57.
-_NAMES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
+ENTRY_POINT = "torch_chunk_gated_delta_rule"  # what the layers of each modeling file look up at every call
 
 _lock = threading.RLock()
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_replaced: list[tuple[ModuleType, Any]] = []
 
 
 def enable() -> None:
     """Makes the layers of all models in MODELS that the installed transformers has call ``qla.chunk_gated_delta_rule``.
 
-    Layers of transformers 4.57 look the function up when they are made, so call this before the model is. May be called again and
-    from several threads.
+    Models that exist already do so too. May be called again and from several threads.
 
     Raises ImportError without transformers, and RuntimeError if it has none of the models or they call another function.
     """
@@ -40,10 +38,9 @@ def enable() -> None:
                 if not (error.name or "").startswith("transformers.models."):
                     raise
                 continue
-            for name in _NAMES:
-                if hasattr(module, name):
-                    _replaced.append((module, name, getattr(module, name)))
-                    setattr(module, name, api.chunk_gated_delta_rule)
+            if hasattr(module, ENTRY_POINT):
+                _replaced.append((module, getattr(module, ENTRY_POINT)))
+                setattr(module, ENTRY_POINT, api.chunk_gated_delta_rule)
         if not _replaced:
             raise RuntimeError(f"the installed transformers has no model that qla knows: {', '.join(MODELS)}")
 
@@ -52,5 +49,5 @@ def disable() -> None:
     """Gives the layers back what ``enable`` took. Does nothing if qla is not enabled."""
     with _lock:
         while _replaced:
-            module, name, function = _replaced.pop()
-            setattr(module, name, function)
+            module, function = _replaced.pop()
+            setattr(module, ENTRY_POINT, function)

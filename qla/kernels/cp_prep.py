@@ -330,11 +330,11 @@ def gate_warp(cfg, s, tiles, G, Beta, log2_scale, lane):
     hv = s.place[VALUE_HEAD]
     num_chunks = s.place[CHUNKS]
     if not cfg.reverse:
-        s.no_values[0] = T.if_then_else(s.place[SOURCE] == IDENTITY, 0.0, 1.0)  # a transition is a state that no values enter
+        s.value_factor[0] = T.if_then_else(s.place[SOURCE] == IDENTITY, 0.0, 1.0)  # a transition is a state that no values enter
     if num_chunks > 0:
         fetch_gates(s, G, Beta, begin, length, hv, (num_chunks - 1) * CHUNK if cfg.reverse else 0, lane)
     for i in T.serial(num_chunks):
-        # the next chunk's loads are under way while this one waits for its slot: their latency is about what a chunk takes
+        # the next chunk's loads are under way while this one waits for its slot
         take_gates(s, (num_chunks - 1 - i if cfg.reverse else i) * CHUNK, length, lane)
         if i + 1 < num_chunks:
             fetch_gates(s, G, Beta, begin, length, hv, (num_chunks - 2 - i if cfg.reverse else i + 1) * CHUNK, lane)
@@ -347,7 +347,7 @@ def gate_warp(cfg, s, tiles, G, Beta, log2_scale, lane):
                 s.g_scaled[i % cfg.stages, c] = s.gf[c] + log2_scale
                 s.scale_gamma[i % cfg.stages, c] = T.exp2(s.gf[c] + log2_scale)
             else:
-                s.beta[i % cfg.stages, c] = s.bf[c] * s.no_values[0]
+                s.beta[i % cfg.stages, c] = s.bf[c] * s.value_factor[0]
         s.decay[i % cfg.stages] = T.exp2(s.g_last[0])
         tiles.commit(i)
 
@@ -409,7 +409,7 @@ def buffers(cfg: ScanConfig, value_heads) -> SimpleNamespace:
         s.Pb = T.alloc_fragment((CHUNK, CHUNK), dt)
     else:
         s.beta = gates()
-        s.no_values = T.alloc_local((1,), f32)
+        s.value_factor = T.alloc_local((1,), f32)
     return s
 
 
@@ -530,7 +530,7 @@ def scan_states(
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
         items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, 128, 128], [V, K], read where an item says so (`prepare_states`).
+        segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`prepare_states`).
     """
     place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
     _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, *place, items, segment_states)

@@ -312,7 +312,7 @@ def gate_warp(cfg, s, tiles, G, Beta, log2_scale, lane):
     if num_chunks > 0:
         fetch_gates(s, G, Beta, begin, length, hv, 0, lane)
     for i in T.serial(num_chunks):
-        # the next chunk's loads are under way while this one waits for its slot: their latency is about what a chunk takes
+        # the next chunk's loads are under way while this one waits for its slot
         take_gates(s, i * CHUNK, length, lane)
         if i + 1 < num_chunks:
             fetch_gates(s, G, Beta, begin, length, hv, (i + 1) * CHUNK, lane)
@@ -497,7 +497,7 @@ def fwd_fused(
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
         items, order: int32 [segments, HV, 4] and [2 segments HV] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, 128, 128], [V, K], read where an item says so (`cp_prep`); None where no item may.
+        segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`cp_prep`), or None.
         block_v: without items, columns of V a block owns, 128 or 64; None: by the number of heads.
     """
     if items is not None:
