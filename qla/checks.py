@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qla.device import device_spec
 
-KERNEL_CAPABILITY = (9, 0)
+KERNEL_CAPABILITY = "9.0"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 KERNEL_DIM = 128
 MAX_TOKENS = 2**31 - 1  # token rows are int32 in the kernels; element offsets are 64-bit
@@ -56,6 +56,12 @@ class Problem:
         return (self.num_seqs, self.value_heads, *inner)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it while it traces; a string it can compare
+def _compute_capability(device: torch.device) -> str:
+    """Such as "9.0"."""
+    return "{}.{}".format(*device_spec(device).capability)
+
+
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_options: object) -> str | None:
     """Why the kernels do not take these inputs, or None if they do. Never launches anything.
 
@@ -64,9 +70,9 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_
     """
     if q.device.type != "cuda":
         return f"the kernels need a CUDA device, and q is on {q.device}"
-    capability = device_spec(q.device).capability
+    capability = _compute_capability(q.device)
     if capability != KERNEL_CAPABILITY:
-        return f"the kernels need compute capability 9.0 (Hopper), and {q.device} has {capability[0]}.{capability[1]}"
+        return f"the kernels need compute capability {KERNEL_CAPABILITY} (Hopper), and {q.device} has {capability}"
     if q.dtype not in KERNEL_DTYPES:
         return f"the kernels take bfloat16 and float16, and q is {_name(q.dtype)}"
     for dim, size in (("K", k.shape[-1]), ("V", v.shape[-1])):

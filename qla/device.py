@@ -22,7 +22,6 @@ class DeviceSpec:
     sm_count: int
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it while it traces
 def device_spec(device: torch.device | int | str) -> DeviceSpec:
     """The facts of one CUDA device, read once per index.
 

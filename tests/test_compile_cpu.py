@@ -11,10 +11,12 @@ import torch._dynamo.testing
 from inputs import LENGTHS_WITH_GAPS, cu_seqlens_of, make_inputs, make_state
 from numeric import assert_bitwise_equal
 from test_kernel_path_cpu import SPEC, kernels  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qla
 from qla import autocp, ops
 from qla.autocp import Plan
+from qla.checks import unsupported_reason
 
 CUT = Plan(1, 2, 0, 1, 8)
 
@@ -96,12 +98,13 @@ def test_operators_keep_their_contract(rng, plan, with_state):
     torch.library.opcheck(ops.chunk_forward, (q, k, v, g, beta, start, None, *sizes, with_state))
 
 
-def test_facts_of_the_device_are_constants(monkeypatch):
+def test_whether_kernels_take_it_is_decided_while_tracing(monkeypatch):
+    """Tensors of a CUDA device that is not there."""
     monkeypatch.setattr("qla.device._spec_of_index", lambda index: SPEC)
-    from qla.device import device_spec
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(x):
-        return x * device_spec(torch.device("cuda:0")).sm_count
+        return x + 1 if unsupported_reason(x, x, x) is None else x.nothing
 
-    assert function(torch.ones(2)).tolist() == [132.0, 132.0]
+    with FakeTensorMode():
+        assert function(torch.empty(1, 70, 2, 128, dtype=torch.bfloat16, device="cuda:0")).shape == (1, 70, 2, 128)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from problems import DEVICE, gpu_marks, relative
@@ -12,24 +14,30 @@ from qla.integrations import transformers as plugin  # noqa: E402
 pytestmark = gpu_marks()
 
 
-def test_layer_in_bfloat16():
+def test_layer_in_bfloat16(monkeypatch):
+    """Outputs and the gradients of the input and of all parameters: about the error of the own function in bfloat16."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
     from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+    # Where fla is installed the layer would call that.
+    monkeypatch.setattr(module, plugin.ENTRY_POINT, inspect.unwrap(getattr(module, plugin.ENTRY_POINT)))
     torch.manual_seed(0)
-    layer = Qwen3NextGatedDeltaNet(Qwen3NextConfig(num_hidden_layers=1), 0).to(DEVICE)
+    layer = module.Qwen3NextGatedDeltaNet(Qwen3NextConfig(num_hidden_layers=1), 0).to(DEVICE)
     x = torch.randn(1, 700, layer.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def run(dtype):
-        plugin.disable()
-        exact = layer.float()(x)
         layer.to(dtype)
-        own = layer(x.to(dtype))
-        plugin.enable()
-        try:
-            return layer(x.to(dtype)), own, exact
-        finally:
-            plugin.disable()
+        leaf = x.to(dtype).requires_grad_()
+        out = layer(leaf)
+        out = out[0] if isinstance(out, tuple) else out
+        return out, *torch.autograd.grad(out.float().square().sum(), [leaf, *layer.parameters()])
 
-    through, own, exact = ((y[0] if isinstance(y, tuple) else y) for y in run(torch.bfloat16))
-    assert relative(through, exact) <= 1.5 * relative(own, exact) + 5e-3
+    exact = run(torch.float32)
+    own = run(torch.bfloat16)
+    plugin.enable()
+    try:
+        through = run(torch.bfloat16)
+    finally:
+        plugin.disable()
+    for name, ours, theirs, wanted in zip(["o", "x", *dict(layer.named_parameters())], through, own, exact, strict=True):
+        assert relative(ours, wanted) <= 1.5 * relative(theirs, wanted) + 5e-3, name
