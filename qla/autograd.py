@@ -8,7 +8,7 @@ gradients find their way back to its shapes and dtypes without help.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,7 @@ from qla.reference import CHUNK
 LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
-WORKSPACE_BYTES = 2 << 30
-KEPT_SHARE = 0.25  # see _GatedDeltaRule
+WORKSPACE_BYTES = (2 << 30) + (128 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
 
 
 @dataclass(frozen=True)
@@ -236,18 +235,23 @@ class _GatedDeltaRule(torch.autograd.Function):
         with torch.no_grad():
             saved = (q, k, v, g_cum, beta, A, initial_state)
             grads = launch_backward(*saved, do, dht, cu_seqlens, ctx.call, needed[5], Cut(*cut) if cut else None)
-        kept = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-        if torch.is_grad_enabled():  # create_graph=True
-            anchor = _leaf(q)
-            once: Callable[..., Tensor] = _OnceDifferentiable.apply
-            kept = (None if grad is None else once(grad, anchor) for grad in kept)
-        return (*kept, None, None)
+        return *only_once(grads, needed, q), None, None
 
 
 def _worth_keeping(cut: Cut, saved: Sequence[Tensor | None]) -> Cut:
-    """``cut`` with the states and transitions, if they take at most KEPT_SHARE of what the other tensors take, else without."""
+    """``cut`` with the states and transitions, if they take at most autocp.KEPT_SHARE of what the other tensors take, else without."""
     taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut.tensors[2:], saved))
-    return cut if taken <= KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+    return cut if taken <= autocp.KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+
+
+def only_once(grads: Iterable[Tensor | None], needed: Sequence[bool], like: Tensor) -> list[Tensor | None]:
+    """What a backward pass returns: the gradients that are needed, which under create_graph=True refuse to be differentiated."""
+    kept = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    if torch.is_grad_enabled():
+        anchor = _leaf(like)
+        once: Callable[..., Tensor] = _OnceDifferentiable.apply
+        kept = [None if grad is None else once(grad, anchor) for grad in kept]
+    return kept
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -271,7 +275,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def workspace_limit() -> int:
-    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2 GiB."""
+    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2.125 GiB."""
     text = os.environ.get(WORKSPACE_VARIABLE, "")
     if not text:
         return WORKSPACE_BYTES
@@ -344,15 +348,17 @@ def launch_backward(
                     q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
                 )  # fmt: skip
                 cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
+        # The plan's split of whole sequences is for all heads at a time.
+        block_v = dim // call.plan.split if cut is None and call.plan.split and len(slices) == 1 else None
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
             scan_states(
                 k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
-                items=forward, segment_states=starts,
+                items=forward, segment_states=starts, block_v=block_v,
             )  # fmt: skip
             scan_state_gradients(
                 q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
-                items=reverse, segment_states=start_grads,
+                items=reverse, segment_states=start_grads, block_v=block_v,
             )  # fmt: skip
             bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
     return dq, dk, dv, dg, dbeta, dh0

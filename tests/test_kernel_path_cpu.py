@@ -49,6 +49,60 @@ class StandIns:
         assert seq_len == 0 and cu_seqlens.dtype == torch.int32 and cu_seqlens.shape == (num_seqs + 1,)
         return [x.unsqueeze(0) for x in tensors]
 
+    def l2norm(self, q, k, cu_seqlens, eps, num_sms):
+        self.launches.append("l2norm")
+        assert num_sms == SPEC.sm_count and (cu_seqlens is None or cu_seqlens.dtype == torch.int32)
+        owned = torch.ones(len(q)) if cu_seqlens is None else torch.arange(len(q)) < cu_seqlens[-1]
+        found = []
+        for x in (q, k):
+            assert x.shape[2] == 128 and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.data_ptr() % 16 == 0
+            r = owned.unsqueeze(1) * (x.float().square().sum(-1) + eps).rsqrt()
+            found.append((torch.where(owned.view(-1, 1, 1) > 0, r.unsqueeze(-1) * x, 0).to(x.dtype), r))
+        (yq, rq), (yk, rk) = found
+        return yq.contiguous(), yk.contiguous(), rq, rk
+
+    def l2norm_backward(self, dyq, dyk, yq, yk, rq, rk, num_sms):
+        self.launches.append("l2norm_backward")
+        grads = []
+        for dy, y, r in ((dyq, yq, rq), (dyk, yk, rk)):
+            self.check("dy", dy, tuple(y.shape), y.dtype)
+            self.check("y", y, (*r.shape, 128), y.dtype)
+            grads.append((r.unsqueeze(-1) * (dy.float() - y.float() * (dy.float() * y.float()).sum(-1, keepdim=True))).to(y.dtype))
+        return grads
+
+    ACTIVATE_BETA, TWICE = 4, 8
+
+    def activated(self, raw_g, raw_beta, A_log, dt_bias, options):
+        """g, beta, and their derivatives after the raw values."""
+        g, dg, beta, dbeta = raw_g.float(), torch.ones(raw_g.shape), raw_beta.float(), torch.ones(raw_g.shape)
+        if A_log is not None:
+            raw = g if dt_bias is None else g + dt_bias.float()
+            rate = -A_log.float().exp()
+            g, dg = rate * torch.nn.functional.softplus(raw), rate * raw.sigmoid()
+        if options & self.ACTIVATE_BETA:
+            factor = 2 if options & self.TWICE else 1
+            beta, dbeta = factor * beta.sigmoid(), factor * beta.sigmoid() * (-beta).sigmoid()
+        return g, beta, dg, dbeta
+
+    @staticmethod
+    def owned(x, cu_seqlens, *values):
+        mask = torch.ones(len(x), 1) if cu_seqlens is None else (torch.arange(len(x)) < cu_seqlens[-1]).unsqueeze(1)
+        return [torch.where(mask > 0, value, 0) for value in values]
+
+    def gates(self, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms):
+        self.launches.append("gates")
+        assert num_sms == SPEC.sm_count and raw_g.is_contiguous() and raw_beta.is_contiguous()
+        return self.owned(raw_g, cu_seqlens, *self.activated(raw_g, raw_beta, A_log, dt_bias, options)[:2])
+
+    def gates_backward(self, dg, dbeta, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms):
+        self.launches.append("gates_backward")
+        self.check("dg", dg, tuple(raw_g.shape), torch.float32)
+        self.check("dbeta", dbeta, tuple(raw_g.shape), torch.float32)
+        g, _, slope_g, slope_beta = self.activated(raw_g, raw_beta, A_log, dt_bias, options)
+        draw_g, draw_beta, dA = self.owned(dg, cu_seqlens, dg * slope_g, dbeta * slope_beta, dg * g)
+        sums = (None if A_log is None else dA.sum(0), None if dt_bias is None else draw_g.sum(0))
+        return draw_g.to(raw_g.dtype), draw_beta.to(raw_beta.dtype), *sums
+
     def kkt_solve(self, k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound):
         self.launches.append("kkt_solve")
         tokens, heads = g.shape
@@ -110,34 +164,17 @@ class StandIns:
 
     def scan_states(
         self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items,
-        segment_states,
+        segment_states, block_v,
     ):  # fmt: skip
-        self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states})
+        self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states, "block_v": block_v})
         self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
         self.initial_state, self.state_v_first = initial_state, state_v_first
 
     def scan_state_gradients(
-        self,
-        q,
-        k,
-        do,
-        g_cum,
-        beta,
-        A,
-        states,
-        head0,
-        final_grad,
-        initial_grad,
-        scale,
-        cu_seqlens,
-        num_seqs,
-        seq_len,
-        state_v_first,
-        num_sms,
-        items,
-        segment_states,
-    ):
-        self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states})
+        self, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first,
+        num_sms, items, segment_states, block_v,
+    ):  # fmt: skip
+        self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states, "block_v": block_v})
         self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
         self.final_grad, self.initial_grad = final_grad, initial_grad
 
@@ -209,6 +246,8 @@ class StandIns:
 
 
 KERNELS = {
+    "l2norm": ["l2norm", "l2norm_backward"],
+    "gates": ["gates", "gates_backward", "ACTIVATE_BETA", "TWICE"],
     "kkt_solve": ["kkt_solve"],
     "fwd_fused": ["fwd_fused"],
     "cp_plan": ["cp_plan"],
@@ -228,7 +267,8 @@ def kernels(monkeypatch):
             setattr(module, function, getattr(stand_ins, function))
         monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
     monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
-    monkeypatch.setattr("qla.autograd.device_spec", lambda device: SPEC)
+    for module in ("autograd", "activations"):
+        monkeypatch.setattr(f"qla.{module}.device_spec", lambda device: SPEC)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return stand_ins
 
@@ -419,7 +459,7 @@ class TestCutCalls:
             if not auto_cp:
                 assert kernels.launches == of_slices
                 scans = kernels.got["scan_states"] + kernels.got["scan_state_gradients"]
-                assert scans == [{"items": None, "states": None}] * 2 * slices
+                assert scans == [{"items": None, "states": None, "block_v": None}] * 2 * slices
         for a, b in zip(*grads, strict=True):
             assert_bitwise_equal(a, b)
         gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
@@ -459,7 +499,7 @@ class TestCutCalls:
 
     def test_backward_does_not_repeat_what_was_kept(self, kernels, plan, problem, monkeypatch):
         """Where states and transitions take little beside the rest, which nothing this small does by itself."""
-        monkeypatch.setattr("qla.autograd.KEPT_SHARE", 1e6)
+        monkeypatch.setattr("qla.autocp.KEPT_SHARE", 1e6)
         inputs, start, options, _ = problem
         leaves = [*inputs.leaves(), start.clone().requires_grad_()]
         o, _ = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], auto_cp=plan, **options)
@@ -486,6 +526,9 @@ class TestCutCalls:
         inputs, _, options, _ = problem
         qla.chunk_gated_delta_rule(*inputs, auto_cp=autocp.Plan(0, split, 0, 0, 0), **options)
         assert kernels.launches == ["kkt_solve", "fwd_fused"] and kernels.got["fwd_fused"]["block_v"] == block_v
+        leaves = inputs.leaves()
+        qla.chunk_gated_delta_rule(*leaves, auto_cp=autocp.Plan(0, split, 0, 0, 0), **options)[0].sum().backward()
+        assert kernels.got["scan_states"][-1]["block_v"] == kernels.got["scan_state_gradients"][-1]["block_v"] == block_v
 
     def test_low_level_entry_is_cut_too(self, kernels, plan, problem):
         inputs, start, options, _ = problem
@@ -637,7 +680,7 @@ def test_slices_are_whole_groups():
 def test_workspace_limit(text, monkeypatch):
     monkeypatch.setenv("QLA_WORKSPACE_BYTES", text)
     if text in ("", "123"):
-        assert workspace_limit() == (int(text) if text else 2**31)
+        assert workspace_limit() == (int(text) if text else 2**31 + 2**27)
     else:
         with pytest.raises(ValueError, match="QLA_WORKSPACE_BYTES must be a number of bytes, got"):
             workspace_limit()
