@@ -218,13 +218,15 @@ class Measurement:
         calls = (backward_kernel_calls if backward else kernel_calls)(case, plan)
         keys = {kernel: (kernel, *features(kernel, problem, self.device.sm_count, plan, assumed).values()) for kernel in calls}
         new = {kernel: at_once(call) for kernel, call in calls.items() if keys[kernel] not in self.known}
-        measured = self.time({**new, "launch": own_call(case, plan, backward).start})
+        # Kernels of a backward pass run beside each other: what it takes beyond them cannot be told from the whole.
+        measured = self.time(new if backward else {**new, "launch": own_call(case, plan, backward).start})
         row = {"hk": problem.key_heads, "hv": problem.value_heads, "lengths": list(case.shape.sequence_lengths), "seq_len": problem.seq_len}
         row |= {"gates": asdict(assumed), "plan": asdict(plan), "backward": backward, "num_sms": self.device.sm_count}
         row["kept"] = backward and keeps_segment_states(problem, plan)
         self.known |= {keys[kernel]: measured[kernel] - self.idle_us for kernel in new}
         us = {kernel: self.known[keys[kernel]] for kernel in new}
-        us["launch"] = measured["launch"] - sum(self.known[key] for key in keys.values())
+        if not backward:
+            us["launch"] = measured["launch"] - sum(self.known[key] for key in keys.values())
         for kernel, value in us.items():
             times = {"us": round(value, 3), "measured_us": round(measured[kernel], 3), "idle_us": round(self.idle_us, 3)}
             append_line(self.path, {"kernel": kernel, **row, **times, **self.facts})

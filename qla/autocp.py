@@ -247,8 +247,8 @@ def _load_coefficients() -> Coefficients:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted microseconds of a call: ``us`` by kernel, in the order of their launch, then "launch", which is what the call takes beyond
-    its kernels; ``total`` of them all."""
+    """Predicted microseconds of a call: ``us`` by kernel, in the order of their launch, then "beside" (backward), the negative of what
+    kernels save that run side by side, and "launch", which is what the call takes beyond its kernels; ``total`` of them all."""
 
     us: Mapping[str, float]
 
@@ -641,7 +641,22 @@ def _predict(
 ) -> Prediction:
     work, kernels = _work_of(problem, sequences, num_sms, plan, gates), launches(plan, backward, keeps_segment_states(problem, plan))
     us = {name: coefficients.time(name, _features(name, problem, num_sms, work)) for name in kernels}
+    if backward:
+        us["beside"] = -_saved_beside(work, us)
     return Prediction(us | {"launch": coefficients.time("launch", {"call": 1, "kernel": len(kernels)})})
+
+
+def _saved_beside(work: _Work, us: Mapping[str, float]) -> float:
+    """What it saves that the scan of the states runs beside that of their gradients, and what comes before the latter.
+
+    Together they take as long as the longer one, or as their blocks take on all SMs, if that is more.
+    """
+    scan = _schedule(work.scan_runs(work.walk_runs), work.num_sms)
+    load, serial = (sum(CHUNK_WEIGHT[split] * part[split] for split in (1, 2)) for part in (scan.load, scan.serial))
+    share = min(1.0, load / serial) if serial else 1.0
+    states, gradients = us["scan_states"], us["scan_state_gradients"]
+    before = us.get("cp_prep_gradients", 0.0) + us.get("cp_merge_gradients", 0.0)
+    return states + before + gradients - max(states, before + gradients, before + share * (states + gradients))
 
 
 def predict(

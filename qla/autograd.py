@@ -312,8 +312,8 @@ def launch_backward(
     """Launches the backward kernels on the current stream of q's device.
 
     Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
-    final state, in any dtype, None for zero. Two scans write the states and their gradients for all chunks of a slice of heads, as many
-    as fit into ``workspace_limit()``; then one kernel computes the rest.
+    final state, in any dtype, None for zero. Two scans, side by side, write the states and their gradients for all chunks of a slice of
+    heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
 
     Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
     """
@@ -342,26 +342,50 @@ def launch_backward(
             forward, reverse, starts, transitions = cut.tensors
             if starts is None:
                 starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
-            if starts is not None and transitions is not None:
-                start_grads = torch.empty_like(starts)
-                prepare_state_gradients(
-                    q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
-                )  # fmt: skip
-                cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
+            start_grads = None if starts is None or transitions is None else torch.empty_like(starts)
         # The plan's split of whole sequences is for all heads at a time.
         block_v = dim // call.plan.split if cut is None and call.plan.split and len(slices) == 1 else None
+        beside = _Beside(q.device)
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
+            with beside:
+                if start_grads is not None and head0 == 0:
+                    prepare_state_gradients(
+                        q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
+                    )  # fmt: skip
+                    cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
+                scan_state_gradients(
+                    q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
+                    items=reverse, segment_states=start_grads, block_v=block_v,
+                )  # fmt: skip
             scan_states(
                 k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
                 items=forward, segment_states=starts, block_v=block_v,
             )  # fmt: skip
-            scan_state_gradients(
-                q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
-                items=reverse, segment_states=start_grads, block_v=block_v,
-            )  # fmt: skip
+            beside.join()
             bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
     return dq, dk, dv, dg, dbeta, dh0
+
+
+class _Beside:
+    """A second stream: what is launched inside ``with`` comes after all that was launched before, and runs beside what is launched after.
+
+    Until ``join``: the current stream then waits for it. Tensors that both streams use need no other care if they live until then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.main, self.side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        self.inside = torch.cuda.stream(self.side)
+
+    def __enter__(self) -> None:
+        self.side.wait_stream(self.main)
+        self.inside.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self.inside.__exit__(*exception)
+
+    def join(self) -> None:
+        self.main.wait_stream(self.side)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def test_every_variant_is_listed_once():
     names_of = {kernel: f"qla.kernels.{kernel}" for kernel in startup.KERNELS}
     found = {kernel: [cfg.name for module, cfg in startup.variants() if module.__name__ == name] for kernel, name in names_of.items()}
     assert {kernel: len(of_file) for kernel, of_file in found.items()} == {
-        "kkt_solve": 4, "cp_plan": 1, "cp_prep": 8, "cp_merge": 2, "fwd_fused": 4, "bwd_fused": 2,
+        "l2norm": 4, "gates": 2, "kkt_solve": 4, "cp_plan": 1, "cp_prep": 8, "cp_merge": 2, "fwd_fused": 4, "bwd_fused": 2,
     }  # fmt: skip
     assert found["cp_plan"] == ["cp_plan"] and found["cp_merge"] == ["merge_forward", "merge_reverse"]
     assert {name.partition("_v")[0] for name in names if name.startswith("fwd")} == {"fwd_fused"}

@@ -28,6 +28,22 @@ from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, 
 SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
 
 
+class Beside:
+    """Of the second stream: whether launches go to it, and whether the first one waits for it."""
+
+    def __init__(self):
+        self.inside, self.joined = False, True
+
+    def __enter__(self):
+        self.inside, self.joined = True, False
+
+    def __exit__(self, *exception):
+        self.inside = False
+
+    def join(self):
+        self.joined = True
+
+
 class StandIns:
     """Records the launches; the other methods have the kernels' signatures. The scans compute nothing: they note what they got, and
     ``bwd_fused`` makes all gradients of the slice from it. Nor do the kernels of cut calls compute anything: what they make and get is
@@ -36,6 +52,7 @@ class StandIns:
     def __init__(self):
         self.launches = []
         self.made, self.got = {}, {}
+        self.beside = Beside()
 
     @staticmethod
     def check(name, x, shape, dtype):
@@ -166,6 +183,7 @@ class StandIns:
         self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items,
         segment_states, block_v,
     ):  # fmt: skip
+        assert not self.beside.inside and not self.beside.joined
         self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states, "block_v": block_v})
         self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
         self.initial_state, self.state_v_first = initial_state, state_v_first
@@ -174,6 +192,7 @@ class StandIns:
         self, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first,
         num_sms, items, segment_states, block_v,
     ):  # fmt: skip
+        assert self.beside.inside
         self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states, "block_v": block_v})
         self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
         self.final_grad, self.initial_grad = final_grad, initial_grad
@@ -230,6 +249,7 @@ class StandIns:
         self, q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
     ):
         self.launches.append(("bwd_fused", head0, states.shape[1]))
+        assert self.beside.joined and not self.beside.inside
         ratio, heads = v.shape[1] // k.shape[1], slice(head0, head0 + states.shape[1])
         keys = slice(head0 // ratio, heads.stop // ratio)
         inputs = (q[:, keys], k[:, keys], v[:, heads], g_cum[:, heads], beta[:, heads], do[:, heads])
@@ -270,6 +290,7 @@ def kernels(monkeypatch):
     for module in ("autograd", "activations"):
         monkeypatch.setattr(f"qla.{module}.device_spec", lambda device: SPEC)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("qla.autograd._Beside", lambda device: stand_ins.beside)
     return stand_ins
 
 
@@ -455,7 +476,7 @@ class TestCutCalls:
                 kernels.got.pop(name, None)
             grads.append(torch.autograd.grad(o.float().square().sum() + final.square().sum(), leaves))
             heads = inputs.g.shape[2] // slices
-            of_slices = [(name, i * heads, heads) for i in range(slices) for name in ("scan_states", "scan_state_gradients", "bwd_fused")]
+            of_slices = [(name, i * heads, heads) for i in range(slices) for name in ("scan_state_gradients", "scan_states", "bwd_fused")]
             if not auto_cp:
                 assert kernels.launches == of_slices
                 scans = kernels.got["scan_states"] + kernels.got["scan_state_gradients"]
@@ -507,7 +528,8 @@ class TestCutCalls:
         kernels.launches.clear()
         torch.autograd.grad(o.float().sum(), leaves)
         gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
-        assert kernels.launches[: len(gradients) + 1] == [*gradients, ("scan_states", 0, inputs.g.shape[2])]
+        scans = [(name, 0, inputs.g.shape[2]) for name in ("scan_state_gradients", "scan_states")]
+        assert kernels.launches[: len(gradients) + 2] == [*gradients, *scans]
         assert same(kernels.got["scan_states"][-1]["states"], forward_states)
         if gradients:
             self.check_merge(kernels, plan, True, kernels.got["prepare_state_gradients"]["states"], transitions)
@@ -657,7 +679,7 @@ class TestGradients:
             leaves = [*inputs.leaves(), state.clone().requires_grad_()]
             o, final = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], output_final_state=True)
             grads.append(torch.autograd.grad(o.float().square().sum() + final.square().sum(), leaves))
-            names = ("scan_states", "scan_state_gradients", "bwd_fused")
+            names = ("scan_state_gradients", "scan_states", "bwd_fused")
             assert kernels.launches[2:] == [(name, *part) for part in slices for name in names]
         for other in grads[1:]:
             for a, b in zip(grads[0], other, strict=True):
