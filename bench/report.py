@@ -27,7 +27,7 @@ from bench.facts import ROOT, read_lines  # noqa: E402
 from bench.floors import floor_ms  # noqa: E402
 from bench.records import OWN, RESULTS, Row, RowKey, geometric_mean, key_of  # noqa: E402
 from bench.shapes import BACKWARD_SETS, GATES, SETS, Shape  # noqa: E402
-from bench.tested import TESTS, same_name, verdict_on  # noqa: E402
+from bench.tested import TESTS, Verdict, same_name, verdict_on  # noqa: E402
 
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 PEERS = {"fla": "fla", "flash_qla": "flash-qla", "flashinfer": "flashinfer"}  # a provider's name, and the package's
@@ -66,7 +66,7 @@ def results_files(folder: Path) -> list[Path]:
 def make_report(direction: str, lines: Iterable[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> Report:
     """From lines of results files and of runs of the GPU tests. Rows of one GPU only: that of our newest line."""
     report = Report(direction)
-    verdicts = {}
+    verdicts: dict[str | None, Verdict] = {}
     kept: list[Mapping[str, Any]] = []
     refused: dict[RowKey, str] = {}
     for line in lines:

@@ -153,7 +153,7 @@ class Bench:
     timer: Callable[..., dict[str, Timing]] = time_interleaved
     rows: list[Row] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    seconds: collections.Counter[str] = field(default_factory=collections.Counter)  # by what they were spent on
+    seconds: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))  # by what they were spent on
 
     def check_budget(self) -> None:
         if time.monotonic() > self.deadline:
@@ -407,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stopped after {args.budget:.0f} s: {rows}; the same command with --resume goes on from there")
     print(format_table(bench.rows, all_names(bench.rows, [provider.name for provider in bench.providers])))
     print(f"{len(bench.rows)} rows on {facts['gpu']}, commit {facts['commit']}, lines in {path}")
-    print(f"seconds: {', '.join(f'{what} {seconds:.1f}' for what, seconds in bench.seconds.most_common())}")
+    print(f"seconds: {', '.join(f'{what} {seconds:.1f}' for what, seconds in sorted(bench.seconds.items(), key=lambda item: -item[1]))}")
     if bench.failed:
         print(f"{OWN} failed its check on: {', '.join(bench.failed)}")
     return 1 if bench.failed else 0
