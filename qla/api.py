@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,13 +112,15 @@ def chunk_gated_delta_rule(
         cu_host = _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem)
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
-    tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, offsets)
+    tensors = _normalise(q, k, v, g, beta, initial_state, offsets)
+    if scale < 0:
+        tensors, scale = (-tensors[0], *tensors[1:]), -scale
     if torch.compiler.is_compiling():
-        plan = auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
-        o, final_state = ops.gated_delta_rule(*tensors, call, plan)
+        call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, WHOLE)
+        o, final_state = ops.gated_delta_rule(*tensors, call, auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE)
     else:
-        call = replace(call, plan=_segmentation(auto_cp, problem, tensors[1], tensors[2], cu_seqlens, cu_seqlens_cpu))
-        o, final_state = gated_delta_rule(*tensors, call)
+        plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
+        o, final_state = gated_delta_rule(*tensors, Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, plan))
     return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
 
 
@@ -162,9 +163,11 @@ def chunk_gated_delta_rule_fwd(
             o, final_state = chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
             return g_cum.float(), A.to(q.dtype), o, final_state
 
-        tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-        call = replace(call, plan=_segmentation(auto_cp, problem, tensors[1], tensors[2], cu_seqlens, cu_seqlens_cpu))
-        result = launch_forward(*tensors, call)
+        tensors = _normalise(q, k, v, g, beta, initial_state, cu_seqlens)
+        if scale < 0:
+            tensors, scale = (-tensors[0], *tensors[1:]), -scale
+        plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
+        result = launch_forward(*tensors, Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, plan))
         g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
         return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
 
@@ -214,8 +217,9 @@ def chunk_gated_delta_rule_bwd(
         return chunked_gradients(q, k, v, gates, beta, scale, initial_state, do, dht, state_v_first, cu_host)
 
     with torch.no_grad():
-        tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, False, state_v_first, cu_seqlens)
-        q, k, v, g, beta, initial_state, cu_seqlens = tensors
+        q, k, v, g, beta, initial_state, cu_seqlens = _normalise(q, k, v, g, beta, initial_state, cu_seqlens)
+        q = -q if scale < 0 else q
+        call = Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, False, WHOLE)
         A, do = aligned(A.to(q.dtype).flatten(0, 1)), _pad(do, 1).flatten(0, 1)
         dht = None if dht is None else _pad(dht, 2)
         *grads, dh0 = launch_backward(q, k, v, g, beta, A, initial_state, do, dht, cu_seqlens, call, initial_state is not None)
@@ -286,28 +290,14 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor |
 
 
 def _normalise(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[_Tensors, Call]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> _Tensors:
     """Brings checked inputs into the kernels' form (``qla.autograd``); differentiable."""
-    if scale < 0:
-        q, scale = -q, -scale
     q, k, v = (aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
     g, beta = (aligned(x.float().flatten(0, 1)) for x in (g, beta))
     if initial_state is not None:
         initial_state = aligned(_pad(initial_state.float(), 2))
-    cu_seqlens = _offsets_on_device(cu_seqlens, q)
-    call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, WHOLE)
-    return (q, k, v, g, beta, initial_state, cu_seqlens), call
+    return q, k, v, g, beta, initial_state, _offsets_on_device(cu_seqlens, q)
 
 
 def _offsets_on_device(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
@@ -315,12 +305,9 @@ def _offsets_on_device(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _segmentation(
-    auto_cp: bool | Plan, problem: Problem, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+    auto_cp: bool | Plan, problem: Problem, device: torch.device, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Plan:
-    """How a call's sequences are cut; their lengths count where the host has them.
-
-    k, v: normalised, [N, H, 128] and [N, HV, 128].
-    """
+    """How a call's sequences are cut; their lengths count where the host has them."""
     if isinstance(auto_cp, Plan):
         return auto_cp
     if not auto_cp:
@@ -329,7 +316,8 @@ def _segmentation(
     lengths = None
     if on_host is not None and on_host.device.type == "cpu":
         lengths = tuple(on_host.diff().tolist())
-    return choose_plan(k, v, problem.num_seqs, problem.seq_len, lengths)
+    heads = (problem.key_heads, problem.value_heads)
+    return choose_plan(*heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths, device)
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:

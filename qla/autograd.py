@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -82,12 +83,16 @@ class Forward:
     bound: Tensor | None = None
 
 
-def choose_plan(k: Tensor, v: Tensor, num_seqs: int, seq_len: int, lengths: tuple[int, ...] | None) -> Plan:
-    """AutoCP's plan for k [N, H, 128] and v [N, HV, 128]; lengths of packed sequences where the host has them."""
-    if num_seqs == 0 or len(v) == 0:
+def choose_plan(
+    key_heads: int, value_heads: int, num_seqs: int, tokens: int, seq_len: int, lengths: tuple[int, ...] | None, device: torch.device
+) -> Plan:
+    """AutoCP's plan; tokens: of all sequences; lengths: of packed sequences where the host has them."""
+    if num_seqs == 0 or tokens == 0:
         return WHOLE
-    sizes = autocp.Problem(k.shape[1], v.shape[1], num_seqs, len(v), seq_len, lengths)
-    return autocp.plan(sizes, device_spec(v.device))
+    return autocp.plan(_problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), device_spec(device))
+
+
+_problem = lru_cache(maxsize=4096)(autocp.Problem)  # checks its fields whenever it is made
 
 
 def launch_forward(

@@ -584,15 +584,14 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     problem = check_inputs(*inputs, None, False, cu, None)
     elsewhere = cu.to("meta")  # as one on a GPU: its values are not the host's
     for given, on_host, expected in ((elsewhere, cu, lengths), (elsewhere, None, None), (cu, None, lengths), (cu, cu, lengths)):
-        assert _segmentation(True, problem, inputs.k[0], inputs.v[0], given, on_host) is WHOLE
+        assert _segmentation(True, problem, inputs.v.device, given, on_host) is WHOLE
         assert asked.pop() == autocp.Problem(2, 4, len(lengths), sum(lengths) + padding, 0, expected)
     assert asked == []
     batch = make_inputs(rng, 70, batch=3, dtype=torch.bfloat16)
-    flat = (x.flatten(0, 1) for x in (batch.k, batch.v))
-    _segmentation(True, check_inputs(*batch, None, False, None, None), *flat, None, None)
+    _segmentation(True, check_inputs(*batch, None, False, None, None), batch.v.device, None, None)
     assert asked.pop() == autocp.Problem(2, 4, 3, 210, 70)
     for auto_cp in (False, WHOLE, PLANS["transitions"]):
-        assert _segmentation(auto_cp, problem, inputs.k[0], inputs.v[0], cu, None) == (auto_cp or WHOLE)
+        assert _segmentation(auto_cp, problem, inputs.v.device, cu, None) == (auto_cp or WHOLE)
     assert asked == []
 
 

@@ -595,6 +595,11 @@ def build(cfg: BwdConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(dtype: torch.dtype) -> BwdConfig:
+    return BwdConfig(str(dtype).removeprefix("torch."))
+
+
 def bwd_fused(
     q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
 ) -> None:
@@ -614,7 +619,7 @@ def bwd_fused(
     """
     ratio = v.shape[1] // k.shape[1]
     slots, heads = states.shape[:2]
-    build(BwdConfig(str(q.dtype).removeprefix("torch.")))(
+    build(config_for(q.dtype))(
         q,
         k,
         v,

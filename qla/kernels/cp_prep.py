@@ -513,6 +513,11 @@ def build(cfg: ScanConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(reverse: bool, block_v: int, dtype: torch.dtype) -> ScanConfig:
+    return ScanConfig(reverse, block_v, str(dtype).removeprefix("torch."))
+
+
 def scan_states(
     k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
     items=None, segment_states=None, block_v=None,
@@ -586,9 +591,8 @@ def _launch(
     num_rows = num_seqs if items is None else len(items)
     if block_v is None:  # as in an uncut call, which is what serial heads are; preparing, all items are alike
         block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
-    cfg = ScanConfig(reverse, block_v, str(k.dtype).removeprefix("torch."))
     nothing = torch.empty(4, dtype=torch.float32, device=k.device)
-    build(cfg)(
+    build(config_for(reverse, block_v, k.dtype))(
         q,
         k,
         x,

@@ -126,6 +126,11 @@ def build(cfg: L2NormConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(dtype: torch.dtype, backward: bool) -> L2NormConfig:
+    return L2NormConfig(str(dtype).removeprefix("torch."), backward)
+
+
 def _blocks(rows: int, num_sms: int) -> int:
     return max(1, min(-(-rows // ROWS_AT_ONCE), BLOCKS_PER_SM * num_sms // 2))
 
@@ -148,7 +153,7 @@ def l2norm(q, k, cu_seqlens, eps, num_sms) -> tuple[torch.Tensor, torch.Tensor, 
     """
     yq, yk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     rq, rk = (torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
-    build(L2NormConfig(str(q.dtype).removeprefix("torch.")))(
+    build(config_for(q.dtype, False))(
         _flat(q),
         _flat(k),
         torch.empty(1, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens,
@@ -173,7 +178,7 @@ def l2norm_backward(dyq, dyk, yq, yk, rq, rk, num_sms) -> tuple[torch.Tensor, to
         num_sms: multiprocessors of the device.
     """
     dq, dk = torch.empty_like(yq), torch.empty_like(yk)
-    build(L2NormConfig(str(yq.dtype).removeprefix("torch."), backward=True))(
+    build(config_for(yq.dtype, True))(
         dyq, dyk, yq, yk, rq, rk, dq, dk, _blocks(rq.numel(), num_sms)
     )  # fmt: skip
     return dq, dk
