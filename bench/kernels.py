@@ -161,6 +161,7 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     from qla.kernels.kkt_solve import kkt_solve
     from qla.kernels.ws import num_slots
 
+    plan = plan.of_backward
     x = _inputs(case, plan)
     do = case.do[0].contiguous()
     g_cum, A, bound = kkt_solve(x.k, x.g, x.beta, torch.empty_like(x.v), *x.place, x.num_sms, with_bound=x.is_cut)
@@ -177,18 +178,13 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     def merge_gradients() -> None:
         cp_merge(start_grads, made.transitions, made.forward, x.place[0], len(x.v), *x.place[1:], plan.chunks_per_segment, reverse=True)
 
-    block_v = 128 // plan.split if plan.split and not x.is_cut else None
-
     def scan() -> None:
-        scan_states(
-            x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms,
-            items=made.forward, segment_states=made.states, block_v=block_v,
-        )  # fmt: skip
+        scan_states(x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
 
     def reverse_scan() -> None:
         scan_state_gradients(
             x.q, x.k, do, *gates, state_grads, 0, None, None, case.scale, *x.place, False, x.num_sms,
-            items=made.reverse, segment_states=start_grads, block_v=block_v,
+            items=made.reverse, segment_states=start_grads,
         )  # fmt: skip
 
     def fused() -> None:

@@ -167,6 +167,7 @@ class Plan:
     max_warmup: longest warm-up at all.
     max_transition_heads: most (sequence, value head) pairs that go through transition matrices.
     threshold: what a warm-up neglects of the state before it is below exp(-threshold) of it.
+    whole_backward: whether the backward pass leaves the sequences whole; if not (default), it goes by the same segments.
     Raises ValueError.
     """
 
@@ -176,6 +177,7 @@ class Plan:
     max_warmup: int
     max_transition_heads: int
     threshold: float = 10.0
+    whole_backward: bool = False
 
     def __post_init__(self) -> None:
         _check_int("chunks_per_segment", self.chunks_per_segment, 0)
@@ -187,6 +189,11 @@ class Plan:
             raise ValueError(f"inline_warmup must be at most max_warmup = {self.max_warmup}, got {self.inline_warmup}")
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"threshold must be positive and finite, got {self.threshold}")
+
+    @property
+    def of_backward(self) -> Plan:
+        """What the backward pass goes by."""
+        return WHOLE if self.whole_backward else self
 
     @property
     def needs_states(self) -> bool:
@@ -386,7 +393,7 @@ class _Work:
 
     @property
     def scan_split(self) -> int:
-        """Blocks that share an item of a scan of a cut call: as many as an uncut one would have, which is what serial heads are."""
+        """Blocks that share an item of a scan, cut or not: as many as an uncut call would have, which is what serial heads are."""
         return whole_split(self.whole_heads, self.num_sms)
 
     @property
@@ -395,9 +402,7 @@ class _Work:
         return whole_split(self.segment_heads, self.num_sms)
 
     def scan_runs(self, runs: Sequence[Run]) -> list[Run]:
-        """The same items as blocks of a scan; whole sequences are split as in the fused kernel."""
-        if not self.cut:
-            return list(runs)
+        """The same items as blocks of a scan."""
         split = self.scan_split
         return [(chunks, split, number // of_run * split) for chunks, of_run, number in runs]
 
@@ -601,6 +606,8 @@ def features(
     if kernel not in FEATURES:
         raise ValueError(f"kernel must be one of {', '.join(FEATURES)}, got {kernel!r}")
     _check_int("num_sms", num_sms, 1)
+    if backward:
+        plan = plan.of_backward
     if kernel == "launch":
         kept = keeps_segment_states(problem, plan) if kept is None else kept
         return {"call": 1, "kernel": len(launches(plan, backward, kept))}
@@ -614,7 +621,7 @@ def _work_of(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, g
 
 def keeps_segment_states(problem: Problem, plan: Plan) -> bool:
     """Whether the forward pass of a cut call keeps what its segments start from, by sizes (``qla.autograd`` goes by the bytes)."""
-    if not plan.needs_states:
+    if plan.whole_backward or not plan.needs_states:
         return False
     taken = STATE_BYTES * (2 if plan.max_transition_heads > 0 else 1) * problem.value_heads
     taken *= plan.num_segments(problem.num_seqs, problem.tokens, problem.seq_len)
@@ -626,6 +633,7 @@ def launches(plan: Plan, backward: bool, kept: bool = False) -> list[str]:
 
     The backward prepares both the states, unless they were kept, and their gradients.
     """
+    plan = plan.of_backward if backward else plan
     cut = plan.chunks_per_segment > 0
     states = ["cp_prep"] if cut and plan.needs_states else []
     transitions = cut and plan.max_transition_heads > 0
@@ -639,6 +647,7 @@ def launches(plan: Plan, backward: bool, kept: bool = False) -> list[str]:
 def _predict(
     problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, gates: Gates, backward: bool, coefficients: Coefficients
 ) -> Prediction:
+    plan = plan.of_backward if backward else plan
     work, kernels = _work_of(problem, sequences, num_sms, plan, gates), launches(plan, backward, keeps_segment_states(problem, plan))
     us = {name: coefficients.time(name, _features(name, problem, num_sms, work)) for name in kernels}
     if backward:
@@ -649,14 +658,21 @@ def _predict(
 def _saved_beside(work: _Work, us: Mapping[str, float]) -> float:
     """What it saves that the scan of the states runs beside that of their gradients, and what comes before the latter.
 
-    Together they take as long as the longer one, or as their blocks take on all SMs, if that is more.
+    Together they take as long as the longer one, or as the memory takes for both, if that is more: each for the share of the time in
+    which its blocks use all of it.
     """
     scan = _schedule(work.scan_runs(work.walk_runs), work.num_sms)
-    load, serial = (sum(CHUNK_WEIGHT[split] * part[split] for split in (1, 2)) for part in (scan.load, scan.serial))
-    share = min(1.0, load / serial) if serial else 1.0
+    load, serial = scan.load[1] + scan.load[2] / 2, scan.serial[1] + scan.serial[2]
+    share = min(1.0, load / (SATURATION * serial)) if serial else 1.0
     states, gradients = us["scan_states"], us["scan_state_gradients"]
-    before = us.get("cp_prep_gradients", 0.0) + us.get("cp_merge_gradients", 0.0)
-    return states + before + gradients - max(states, before + gradients, before + share * (states + gradients))
+    prep, prep_gradients = us.get("cp_prep", 0.0), us.get("cp_prep_gradients", 0.0)
+    merge, merge_gradients = us.get("cp_merge", 0.0), us.get("cp_merge_gradients", 0.0)
+    if prep:  # made again: first both preparations, then what follows each
+        of_states, of_gradients, beside = merge + states, merge_gradients + gradients, min(prep, prep_gradients) / 2
+    else:
+        of_states, of_gradients, beside = states, prep_gradients + merge_gradients + gradients, 0.0
+    shared = of_gradients - gradients + share * (states + gradients)
+    return beside + of_states + of_gradients - max(of_states, of_gradients, shared)
 
 
 def predict(
@@ -863,6 +879,20 @@ def _least_cut(problem: Problem, sequences: Sequences, num_sms: int, coefficient
     return solve + bases + per_chunk * work.chunks * problem.value_heads / num_sms
 
 
+def _cut_pays_backward(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, cut: Plan, coefficients: Coefficients) -> bool:
+    """Whether the backward pass gains by the cut, too, as the rule of the function ``plan`` has it."""
+
+    def us(plan: Plan, gates: Gates) -> list[float]:
+        return [_predict(problem, sequences, num_sms, plan, gates, True, coefficients).total for sequences in hypotheses]
+
+    fast, whole = us(cut, FAST), us(WHOLE, FAST)
+    worst_cut, worst_whole = (max(time / min(both) for time, *both in zip(times, fast, whole, strict=True)) for times in (fast, whole))
+    if worst_cut >= (1 - MIN_GAIN) * worst_whole:
+        return False
+    loss = MAX_LOSS if len(hypotheses) == 1 else MAX_LOSS_UNKNOWN
+    return all(time <= (1 + loss) * before for share in SLOW_SHARES for time, before in zip(us(cut, Gates(slow=share)), whole, strict=True))
+
+
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
     hypotheses = _hypotheses(problem)
@@ -901,7 +931,8 @@ def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
         for variant in _variants(problem, hypotheses, num_sms, candidate, coefficients):
             harmless = (_harmless(problem, sequences, num_sms, variant, uncut, coefficients) for sequences in hypotheses)
             if pays(fast_us(variant)) and all(harmless):
-                return variant
+                cut_too = _cut_pays_backward(problem, hypotheses, num_sms, variant, coefficients)
+                return variant if cut_too else replace(variant, whole_backward=True)
     return uncut
 
 
@@ -915,7 +946,7 @@ def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None
     chunk. It is made with cp_prep and cp_merge, or without them where that saves more with fast gates than SLOW_WEIGHT times what it
     loses with slow heads (the mean of the shares below). A cut has to gain 3 % over uncut. With a quarter, a half or all of the heads
     slow it may cost at most 1 % more than uncut. What does not keep to this is tried the other way, with or without the two kernels, then
-    the next best cuts; if none does, the sequences stay whole.
+    the next best cuts; if none does, the sequences stay whole. The backward pass is cut as well if it gains 3 % and keeps to the 1 %.
     When the host does not know the lengths, they may be equal, or one sequence may hold all tokens: then it is the plan whose worst ratio
     to the best one for each of the two is least, and with slow heads it may cost 25 % more than uncut for either.
     """
@@ -971,6 +1002,7 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
         )
         reason += f"; warm-up in the fused kernel up to {chosen.inline_warmup} chunks and at most {chosen.max_warmup}"
         reason += f", transition matrices for at most {chosen.max_transition_heads} slow pairs"
+        reason += "; the backward pass, which gains less, stays uncut" if chosen.whole_backward else ""
     else:
         reason = f"no cut gains {MIN_GAIN:.0%} over {whole:.1f} us for fast gates and stays within the limits for slow ones"
     return "\n".join([*lines, f"Chosen: {name(chosen)}: {reason}."])

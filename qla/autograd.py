@@ -164,16 +164,22 @@ def _segment_states(
     from qla.kernels.cp_merge import cp_merge
     from qla.kernels.cp_prep import prepare_states
 
-    plan, place = call.plan, (cu_seqlens, call.num_seqs, call.seq_len)
+    states, transitions = _empty_segments(v, items, call.plan)
+    place = (cu_seqlens, call.num_seqs, call.seq_len)
+    if states is not None:
+        prepare_states(k, v, g_cum, beta, A, initial_state, *place, call.state_v_first, num_sms, items, states, transitions)
+    if transitions is not None:
+        cp_merge(states, transitions, items, cu_seqlens, len(v), *place[1:], call.plan.chunks_per_segment, reverse=False)
+    return states, transitions
+
+
+def _empty_segments(v: Tensor, items: Tensor, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+    """Room for what ``_segment_states`` returns."""
     if not plan.needs_states:
         return None, None
     pairs, dim = items.shape[:2], v.shape[-1]
     states = v.new_empty(*pairs, dim, dim, dtype=torch.float32)
-    transitions = v.new_empty(*pairs, 2, dim, dim, dtype=torch.bfloat16) if plan.max_transition_heads > 0 else None
-    prepare_states(k, v, g_cum, beta, A, initial_state, *place, call.state_v_first, num_sms, items, states, transitions)
-    if transitions is not None:
-        cp_merge(states, transitions, items, cu_seqlens, len(v), *place[1:], plan.chunks_per_segment, reverse=False)
-    return states, transitions
+    return states, v.new_empty(*pairs, 2, dim, dim, dtype=torch.bfloat16) if plan.max_transition_heads > 0 else None
 
 
 def _result_without_tokens(v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call) -> Forward:
@@ -227,7 +233,8 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
         saved = (q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens)
-        ctx.save_for_backward(*saved, *(_worth_keeping(result.cut, saved).tensors if result.cut else ()))
+        cut = None if call.plan.whole_backward else result.cut
+        ctx.save_for_backward(*saved, *(_worth_keeping(cut, saved).tensors if cut else ()))
         ctx.call = call
         ctx.set_materialize_grads(False)
         return result.o, result.final_state
@@ -331,7 +338,7 @@ def launch_backward(
 
     from qla.kernels.bwd_fused import bwd_fused
     from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_state_gradients, scan_state_gradients, scan_states
+    from qla.kernels.cp_prep import prepare_state_gradients, prepare_states, scan_state_gradients, scan_states
     from qla.kernels.ws import num_slots
 
     num_sms = device_spec(q.device).sm_count
@@ -341,31 +348,40 @@ def launch_backward(
     slots = num_slots(tokens, call.num_seqs, call.seq_len)
     slices = list(head_slices(k.shape[1], value_heads, 2 * slots * dim * dim * q.element_size(), workspace_limit()))
     workspace = q.new_empty(2, slots * max(heads for _, heads in slices), dim, dim)
-    forward = reverse = starts = start_grads = None
+    forward = reverse = starts = start_grads = transitions = None
+    segments = (cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment)
+    made_again = False
     with torch.cuda.device(q.device):
+        beside = _Beside(q.device)
         if cut is not None:
             forward, reverse, starts, transitions = cut.tensors
-            if starts is None:
-                starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
-            start_grads = None if starts is None or transitions is None else torch.empty_like(starts)
-        # The plan's split of whole sequences is for all heads at a time.
-        block_v = dim // call.plan.split if cut is None and call.plan.split and len(slices) == 1 else None
-        beside = _Beside(q.device)
+            made_again = starts is None
+            if made_again:
+                starts, transitions = _empty_segments(v, forward, call.plan)
+            if transitions is not None:
+                start_grads = torch.empty_like(starts)  # type: ignore[arg-type]
+                with beside:
+                    prepare_state_gradients(
+                        q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
+                    )  # fmt: skip
+            if made_again and starts is not None:
+                prepare_states(
+                    k, v, g_cum, beta, A, initial_state, *place, call.state_v_first, num_sms, forward, starts, transitions
+                )  # fmt: skip
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
             with beside:
                 if start_grads is not None and head0 == 0:
-                    prepare_state_gradients(
-                        q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
-                    )  # fmt: skip
-                    cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
+                    cp_merge(start_grads, transitions, forward, *segments, reverse=True)
                 scan_state_gradients(
                     q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
-                    items=reverse, segment_states=start_grads, block_v=block_v,
+                    items=reverse, segment_states=start_grads,
                 )  # fmt: skip
+            if made_again and transitions is not None and head0 == 0:
+                cp_merge(starts, transitions, forward, *segments, reverse=False)
             scan_states(
                 k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
-                items=forward, segment_states=starts, block_v=block_v,
+                items=forward, segment_states=starts,
             )  # fmt: skip
             beside.join()
             bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
@@ -375,7 +391,7 @@ def launch_backward(
 class _Beside:
     """A second stream: what is launched inside ``with`` comes after all that was launched before, and runs beside what is launched after.
 
-    Until ``join``: the current stream then waits for it. Tensors that both streams use need no other care if they live until then.
+    At ``join`` the current stream waits for it. Tensors that both streams use need no other care if they live until then.
     """
 
     def __init__(self, device: torch.device) -> None:

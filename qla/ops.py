@@ -8,7 +8,6 @@ function with dynamic shapes neither recompiles nor is bound to one plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ def gated_delta_rule(
     numbers = []
     if plan is not None:
         numbers = [plan.chunks_per_segment, plan.split, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads]
+        numbers.append(int(plan.whole_backward))
     sizes = (call.num_seqs, call.seq_len, call.scale, call.state_v_first, numbers, (plan or WHOLE).threshold)
     o, final_state, *_ = chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, *sizes, call.output_final_state)
     return o, final_state if call.output_final_state else None
@@ -57,7 +57,8 @@ def _call(
     output_final_state: bool = False,
 ) -> Call:
     if plan:
-        fixed = replace(Plan(*plan), threshold=threshold)
+        length, split, inline_warmup, max_warmup, max_transition_heads, whole_backward = plan
+        fixed = Plan(length, split, inline_warmup, max_warmup, max_transition_heads, threshold, bool(whole_backward))
     else:
         fixed = choose_plan(k.shape[1], v.shape[1], num_seqs, len(v), seq_len, None, v.device)
     return Call(num_seqs, seq_len, scale, state_v_first, output_final_state, fixed)
@@ -137,7 +138,7 @@ def chunk_backward(
     initial_state = None if initial_state is None else aligned(initial_state)
     call = _call(k, v, num_seqs, seq_len, scale, state_v_first, plan, threshold)
     cut = None
-    if call.plan.chunks_per_segment > 0 and len(v) > 0 and num_seqs > 0:
+    if call.plan.of_backward.chunks_per_segment > 0 and len(v) > 0 and num_seqs > 0:
         forward, reverse, _ = work_items(bound, len(v), cu_seqlens, call)
         cut = Cut(forward, reverse)
     *grads, dh0 = launch_backward(q, k, v, g_cum, beta, A, initial_state, do, dht, cu_seqlens, call, initial_state_grad, cut)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import DEVICE, NAN_FILLED, assert_same_bits, gpu_marks, relative
+from problems import DEVICE, NAN_FILLED, assert_same_bits, gpu_marks, nan_filled_empty, relative  # noqa: F401
 
 from qla import activations
 from qla.activations import GateOptions

@@ -486,7 +486,8 @@ def test_sigmoid_inside_and_before(rng):
     losses = make_losses(rng, x)
     got = gradients_of(x, losses, lambda y: y.run(use_beta_sigmoid_in_kernel=True))
     before = gradients_of(x, losses, lambda y: y.with_(beta=y.beta.sigmoid()).run())
-    assert_same_gradients(got, before, "sigmoid inside and before")
+    for name in NAMES:  # beta's is differentiated by another formula than PyTorch's
+        assert relative(got[name], before[name]) <= (1e-6 if name == "beta" else 0), name
 
 
 # The low-level entry

@@ -520,7 +520,7 @@ def config_for(reverse: bool, block_v: int, dtype: torch.dtype) -> ScanConfig:
 
 def scan_states(
     k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None, block_v=None,
+    items=None, segment_states=None,
 ) -> None:  # fmt: skip
     """Writes the state that enters each chunk; one launch on the current stream.
 
@@ -536,16 +536,14 @@ def scan_states(
         num_sms: multiprocessors of the device.
         items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
         segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`prepare_states`).
-        block_v: columns of V a block owns, 64 or 128; chosen by the number of items if None.
     """
     place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    begin = (head0, initial_state, None, 1.0)
-    _launch(False, k, k, v, g_cum, beta, A, states, *begin, *place, items, segment_states, block_v=block_v)
+    _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, *place, items, segment_states)
 
 
 def scan_state_gradients(
     q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None, block_v=None,
+    items=None, segment_states=None,
 ) -> None:  # fmt: skip
     """Writes the gradient of the state that leaves each chunk, and of the initial state; one launch on the current stream.
 
@@ -556,8 +554,7 @@ def scan_state_gradients(
         scale: run-time float, finite and >= 0.
     """
     place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    begin = (head0, final_grad, initial_grad, scale)
-    _launch(True, q, k, do, g_cum, beta, A, states, *begin, *place, items, segment_states, block_v=block_v)
+    _launch(True, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, *place, items, segment_states)
 
 
 def prepare_states(
@@ -586,11 +583,11 @@ def prepare_state_gradients(
 
 def _launch(
     reverse, q, k, x, g_cum, beta, A, states, head0, begin, end, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items, segment_states, transitions=None, prepare=False, block_v=None,
+    items, segment_states, transitions=None, prepare=False,
 ) -> None:  # fmt: skip
     num_rows = num_seqs if items is None else len(items)
-    if block_v is None:  # as in an uncut call, which is what serial heads are; preparing, all items are alike
-        block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
+    # as in an uncut call, which is what serial heads are; preparing, all items are alike
+    block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
     nothing = torch.empty(4, dtype=torch.float32, device=k.device)
     build(config_for(reverse, block_v, k.dtype))(
         q,

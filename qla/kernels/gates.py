@@ -29,7 +29,7 @@ from qla.kernels.ws import compile_kernel, device_source
 
 THREADS = 256
 TOKENS_AT_ONCE = 4  # of a thread
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = 8
 ACTIVATE_GATE, HAS_BIAS, ACTIVATE_BETA, TWICE = 1, 2, 4, 8  # options; gates.cuh names the same
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements; gates.cuh names the same
 
