@@ -64,7 +64,6 @@ Schedule of one head (= both wait for each other, | separates what runs while wg
     IO 0    for each head, as places become free: tiles (a head ahead), states, at the first head of a unit q and k
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -86,6 +85,7 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    once_per_config,
 )
 
 BOTH = 2 * WARPGROUP
@@ -589,7 +589,7 @@ def prim_func(cfg: BwdConfig):
     return bwd_fused_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: BwdConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

@@ -28,7 +28,6 @@ Schedule of step i (segment first + 1 + i; in reverse first - 1 - i)
             m_ring | add S* | store S
 """
 
-import functools
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -48,6 +47,7 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    once_per_config,
     uniform,
 )
 
@@ -221,7 +221,7 @@ def accumulator() -> T.Fragment:
     )
 
 
-@functools.cache
+@once_per_config
 def build(cfg: MergeConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

@@ -60,7 +60,6 @@ Schedule of chunk i, the i-th that the block walks (| separates what runs while 
     IO 2    for chunk skip and later ones: wait state_ring | fence | TMA both halves of the state | release state_ring
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,6 +99,7 @@ from qla.kernels.ws import (
     device_source,
     fetch_gates,
     load_state,
+    once_per_config,
     score_role,
     segment_at,
     state_at,
@@ -507,7 +507,7 @@ def prim_func(cfg: ScanConfig):
     return scan_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: ScanConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

@@ -50,7 +50,6 @@ Schedule of chunk i (| separates what runs while wgmma is in flight)
     IO 2    wait o | from chunk `skip` on: fence | TMA O (rows one by one in a last chunk that is not whole) | release o
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -86,6 +85,7 @@ from qla.kernels.ws import (
     device_source,
     fetch_gates,
     load_state,
+    once_per_config,
     score_role,
     state_at,
     state_fragment,
@@ -474,7 +474,7 @@ def prim_func(cfg: FwdConfig):
     return fwd_fused_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: FwdConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
