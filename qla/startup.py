@@ -135,7 +135,8 @@ def _compile_elsewhere(names: Sequence[str], jobs: int, step: Callable[[], None]
     queue = list(names)
     environment = dict(os.environ)
     paths = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TILELANG_PRINT_ON_COMPILATION": "0"}
+    # The package that runs here, even where the current folder holds another (Python 3.11 and later).
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1", "TILELANG_PRINT_ON_COMPILATION": "0"}
     command = [sys.executable, "-c", "from qla.startup import serve; serve()"]
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
