@@ -40,8 +40,7 @@ def install(folder: Path, wheel: Path | None = None) -> Path:
     else:
         shutil.copytree(ROOT / "qla", folder / "qla", ignore=shutil.ignore_patterns("__pycache__"))
         archive = folder / "qla" / "kernels" / "compiled.tar.xz"
-        command = [sys.executable, "-m", "qla.aot", "--pack", str(archive)]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=LIMIT)
+        subprocess.run([sys.executable, "-m", "qla.aot", "--pack", str(archive)], cwd=ROOT, check=True, timeout=LIMIT)
     return folder
 
 
@@ -50,7 +49,8 @@ def first_call(package: Path, cache: Path, *options: str, with_nvcc: bool = True
 
     package: folder that holds qla; cache: TILELANG_CACHE_DIR; with_nvcc=False hides CUDA's compiler, to show that nothing needs it.
     """
-    environment = os.environ | {"PYTHONPATH": str(package), "TILELANG_CACHE_DIR": str(cache), "TILELANG_PRINT_ON_COMPILATION": "0"}
+    paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | {"PYTHONPATH": paths, "TILELANG_CACHE_DIR": str(cache), "TILELANG_PRINT_ON_COMPILATION": "0"}
     if not with_nvcc:
         folders = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if not Path(folder, "nvcc").exists()]
         environment |= {"PATH": os.pathsep.join(folders), "CUDA_HOME": "/nonexistent"}
