@@ -143,7 +143,8 @@ def _compile_elsewhere(names: Sequence[str], jobs: int, step: Callable[[], None]
 
     def work(_: int) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        # Closing the pipe to a process that is gone may fail as writing to it does; its output says why it is gone.
+        with contextlib.suppress(BrokenPipeError), subprocess.Popen(command, env=environment, text=True, **pipes) as process:
             assert process.stdin is not None and process.stdout is not None
             while True:
                 try:

@@ -26,6 +26,7 @@ from qla.device import DeviceSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 CHEAP = "cp_plan"  # the variant that compiles fastest, in a second or two
+LOAD = f"import qla\nqla.warmup({CHEAP!r}, verbose=False)"
 
 
 @pytest.fixture
@@ -133,31 +134,37 @@ def build_counting(code: str, environment: dict[str, str]) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory) -> Path:
-    """A cache with one variant, compiled by eight processes that began with an empty one at the same time."""
+def compile_in_processes(count: int, folder: Path) -> None:
+    """The cheap variant in as many processes at the same time."""
     pytest.importorskip("tilelang")
-    folder = tmp_path_factory.mktemp("cache")
-    environment = fresh(folder) | {"TILELANG_PRINT_ON_COMPILATION": "0"}
     command = [sys.executable, "-c", "from qla.startup import serve; serve()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(8)]
+    environment = fresh(folder) | {"TILELANG_PRINT_ON_COMPILATION": "0"}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(count)]
     for process in processes:
         process.stdin.write(f"{CHEAP}\n")
         process.stdin.close()
     for process in processes:
         text = process.stdout.read()
         assert process.wait(timeout=300) == 0 and text.startswith(startup.BUILT), text
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory) -> Path:
+    """A cache with one variant."""
+    folder = tmp_path_factory.mktemp("cache")
+    compile_in_processes(1, folder)
     return folder
 
 
-def test_eight_processes_share_one_empty_cache(filled):
-    assert len(list(filled.rglob("manifest.json"))) == 1 and not list(filled.glob("*/*/.staging/*"))
+def test_eight_processes_share_one_empty_cache(tmp_path):
+    compile_in_processes(8, tmp_path)
+    assert len(list(tmp_path.rglob("manifest.json"))) == 1 and not list(tmp_path.glob("*/*/.staging/*"))
+    assert build_counting(LOAD, fresh(tmp_path, nvcc=False)) == {"compiled": 0, "loaded": 1}
 
 
 def test_a_filled_cache_compiles_nothing_and_needs_no_compiler(filled):
-    code = f"import qla\nqla.warmup({CHEAP!r}, verbose=False)"
-    assert build_counting(code, fresh(filled, nvcc=False)) == {"compiled": 0, "loaded": 1}
+    assert build_counting(LOAD, fresh(filled, nvcc=False)) == {"compiled": 0, "loaded": 1}
 
 
 def test_carried_kernels_compile_nothing_and_need_no_compiler(filled, tmp_path):
@@ -169,7 +176,7 @@ def test_carried_kernels_compile_nothing_and_need_no_compiler(filled, tmp_path):
     assert carried.pack(filled, package / "qla" / "kernels" / "compiled.tar.xz", importlib.metadata.version("tilelang"), "13.0") == 1
     for folder in (package / "qla" / "kernels", package / "qla", package):
         folder.chmod(0o555)
-    code = f"import qla\nassert qla.__file__.startswith({str(package)!r})\nqla.warmup({CHEAP!r}, verbose=False)"
+    code = f"{LOAD}\nassert qla.__file__.startswith({str(package)!r})"
     try:
         assert build_counting(code, fresh(cache_dir, package, nvcc=False)) == {"compiled": 0, "loaded": 1}
         changed = package / "qla" / "kernels" / "cp_plan.cuh"
