@@ -23,8 +23,8 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 if not __package__:  # run as a file: this folder's modules are nobody's business, and a qla on PYTHONPATH comes before the repository's
-    sys.path[0:1] = []
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    here = Path(__file__).resolve().parent
+    sys.path = [*(path for path in sys.path if path != str(here)), str(here.parent)]
 
 
 @contextlib.contextmanager

@@ -87,6 +87,11 @@ def test_what_cannot_run_is_left_alone(archive, tmp_path, monkeypatch, tilelang,
     assert len(files_of(tmp_path / "cache")) == 2 * copied
 
 
+def test_driver_version():
+    version = carried.driver_version()
+    assert version is None or 11000 <= version < 100000
+
+
 def test_without_an_archive_nothing_happens(tmp_path):
     assert carried.seed(tmp_path / "cache", "1.2", tmp_path / "none") == 0 and not (tmp_path / "cache").exists()
     assert not carried.ARCHIVE.exists(), "a checkout carries none"

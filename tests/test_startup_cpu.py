@@ -258,6 +258,11 @@ def test_once_per_config():
     assert build("broken") == "kernel broken"
 
 
+def test_every_kernel_is_built_once():
+    for kernel in startup.KERNELS:
+        assert "\n@once_per_config\ndef build(" in (ROOT / "qla" / "kernels" / f"{kernel}.py").read_text(), kernel
+
+
 def test_lowering_in_two_threads():
     """The patch that kernels are lowered with is there as long as any thread lowers, and gone afterwards."""
     ws = pytest.importorskip("qla.kernels.ws", exc_type=ImportError)
