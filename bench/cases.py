@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -64,6 +65,11 @@ def make_gates(gates: str, noise: Tensor) -> Tensor:
 
 def make_case(shape: Shape, gates: str, device: str | torch.device = "cuda", seed: int = 0) -> Case:
     """bf16 inputs with normalised q and k, beta = sigmoid(randn)."""
+    return make_cases(shape, [gates], device, seed)[0]
+
+
+def make_cases(shape: Shape, gates: Sequence[str], device: str | torch.device = "cuda", seed: int = 0) -> list[Case]:
+    """The cases of one shape with each of these gate regimes. They share every tensor but g, and are what `make_case` makes."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(heads: int, *dims: int) -> Tensor:
@@ -71,12 +77,13 @@ def make_case(shape: Shape, gates: str, device: str | torch.device = "cuda", see
 
     q, k = (torch.nn.functional.normalize(normal(shape.hk, HEAD_DIM), dim=-1).bfloat16() for _ in range(2))
     v = normal(shape.hv, HEAD_DIM).bfloat16()
-    g, beta = make_gates(gates, normal(shape.hv)), normal(shape.hv).sigmoid()
+    noise, beta = normal(shape.hv), normal(shape.hv).sigmoid()
     lengths = shape.sequence_lengths
     cu_seqlens = None
     if len(lengths) > 1:
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
-    return Case(shape, gates, q, k, v, g, beta, cu_seqlens)
+    first = Case(shape, gates[0], q, k, v, make_gates(gates[0], noise), beta, cu_seqlens)
+    return [first, *(replace(first, gates=name, g=make_gates(name, noise)) for name in gates[1:])]
 
 
 @dataclass(frozen=True)
@@ -88,19 +95,30 @@ class Expected:
     state: Tensor
 
 
-def expected_slice(case: Case, heads: tuple[int, ...] | None = None) -> Expected:
-    """The float64 chunked reference on the first and the last value head."""
+def side_by_side(cases: Sequence[Case], of_key: list[int], of_value: list[int]) -> list[Tensor]:
+    """q, k, v, g, beta in float64: these key and value heads of every case, one case's heads after the other's.
+
+    The float64 reference takes a step for each chunk, which costs launches and not arithmetic: cases of one shape go
+    through it together, as if they were more heads.
+    """
+    parts = [
+        (case.q[:, :, of_key], case.k[:, :, of_key], case.v[:, :, of_value], case.g[:, :, of_value], case.beta[:, :, of_value])
+        for case in cases
+    ]
+    return [torch.cat(tensors, dim=2).double() for tensors in zip(*parts, strict=True)]
+
+
+def expected_slices(cases: Sequence[Case]) -> list[Expected]:
+    """For each of these cases of one shape, the float64 chunked reference on the first and the last value head."""
     from qla.reference import chunked_gated_delta_rule
 
-    heads = heads or tuple(sorted({0, case.shape.hv - 1}))
-    ratio = case.shape.hv // case.shape.hk
-    of_value, of_key = list(heads), [h // ratio for h in heads]
-    inputs = (case.q[:, :, of_key], case.k[:, :, of_key], case.v[:, :, of_value], case.g[:, :, of_value], case.beta[:, :, of_value])
-    o, state = chunked_gated_delta_rule(
-        *(x.double() for x in inputs), scale=case.scale, output_final_state=True, cu_seqlens=case.cu_seqlens
-    )
+    shape = cases[0].shape
+    heads = tuple(sorted({0, shape.hv - 1}))
+    inputs = side_by_side(cases, [head * shape.hk // shape.hv for head in heads], list(heads))
+    o, state = chunked_gated_delta_rule(*inputs, scale=cases[0].scale, output_final_state=True, cu_seqlens=cases[0].cu_seqlens)
     assert state is not None
-    return Expected(heads, o, state)
+    of_cases = zip(o.split(len(heads), dim=2), state.split(len(heads), dim=1), strict=True)
+    return [Expected(heads, *results) for results in of_cases]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

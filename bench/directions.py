@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.cases import PEER_TOLERANCE, TOLERANCE, Case, Expected, errors, expected_slice
+from bench.cases import PEER_TOLERANCE, TOLERANCE, Case, Expected, errors, expected_slices
 from bench.gradients import expected_gradients, gradient_errors
 from bench.providers import Call, Outputs, Provider
 from bench.shapes import BACKWARD_SETS, SETS, Shape
@@ -22,13 +22,13 @@ class Direction:
 
     sets: its named rows.
     prepare: how a provider does it; None where it cannot.
-    expected: float64 results of a case.
+    expected: float64 results of each of some cases of one shape.
     errors: from those and what a provider gave, the error of each result by name.
     """
 
     sets: Mapping[str, Sequence[Shape]]
     prepare: Callable[[Provider], Callable[[Case], Call] | None]
-    expected: Callable[[Case], Any]
+    expected: Callable[[Sequence[Case]], Sequence[Any]]
     errors: Callable[[Any, Outputs], Mapping[str, float]]
 
 
@@ -38,7 +38,7 @@ def _forward_errors(expected: Expected, outputs: Outputs) -> dict[str, float]:
 
 
 DIRECTIONS = {
-    "fwd": Direction(SETS, lambda provider: provider.prepare, expected_slice, _forward_errors),
+    "fwd": Direction(SETS, lambda provider: provider.prepare, expected_slices, _forward_errors),
     "bwd": Direction(BACKWARD_SETS, lambda provider: provider.prepare_backward, expected_gradients, gradient_errors),
 }
 

@@ -16,6 +16,7 @@ A row is one kernel of one call, or what the call takes beyond its kernels ("lau
     gates        the fields of qla.autocp.Gates; fast ones if missing
     seq_len      that of qla.autocp.Problem: the length when the sequences are a batch, 0 (default) when they are packed
     backward     whether the call is a backward pass; false if missing
+    kept         whether it found kept what segments start from; false if missing
     num_sms      multiprocessors of the card; 132 if missing
 
 and any others, which are ignored.
@@ -47,7 +48,7 @@ from bench.providers import own_call  # noqa: E402
 from bench.shapes import Shape  # noqa: E402
 from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
 from qla import autocp  # noqa: E402
-from qla.autocp import FEATURES, MAX_TOKENS, WHOLE, Coefficients, Gates, Plan, Problem, features  # noqa: E402
+from qla.autocp import FEATURES, MAX_TOKENS, WHOLE, Coefficients, Gates, Plan, Problem, features, keeps_segment_states  # noqa: E402
 from qla.device import DeviceSpec, device_spec  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results" / "autocp_rows.jsonl"
@@ -67,7 +68,8 @@ def row_features(row: Mapping[str, Any]) -> dict[str, float]:
     lengths = tuple(row["lengths"])
     problem = Problem(row["hk"], row["hv"], len(lengths), sum(lengths), row.get("seq_len", 0), lengths)
     gates = Gates(**row.get("gates", {}))
-    return features(row["kernel"], problem, row.get("num_sms", 132), Plan(**row["plan"]), gates, row.get("backward", False))
+    place = (problem, row.get("num_sms", 132), Plan(**row["plan"]), gates)
+    return features(row["kernel"], *place, row.get("backward", False), row.get("kept", False))
 
 
 def measured_us(row: Mapping[str, Any]) -> float:
@@ -216,12 +218,15 @@ class Measurement:
         calls = (backward_kernel_calls if backward else kernel_calls)(case, plan)
         keys = {kernel: (kernel, *features(kernel, problem, self.device.sm_count, plan, assumed).values()) for kernel in calls}
         new = {kernel: at_once(call) for kernel, call in calls.items() if keys[kernel] not in self.known}
-        measured = self.time({**new, "launch": own_call(case, plan, backward).start})
+        # Kernels of a backward pass run beside each other: what it takes beyond them cannot be told from the whole.
+        measured = self.time(new if backward else {**new, "launch": own_call(case, plan, backward).start})
         row = {"hk": problem.key_heads, "hv": problem.value_heads, "lengths": list(case.shape.sequence_lengths), "seq_len": problem.seq_len}
         row |= {"gates": asdict(assumed), "plan": asdict(plan), "backward": backward, "num_sms": self.device.sm_count}
+        row["kept"] = backward and keeps_segment_states(problem, plan)
         self.known |= {keys[kernel]: measured[kernel] - self.idle_us for kernel in new}
         us = {kernel: self.known[keys[kernel]] for kernel in new}
-        us["launch"] = measured["launch"] - sum(self.known[key] for key in keys.values())
+        if not backward:
+            us["launch"] = measured["launch"] - sum(self.known[key] for key in keys.values())
         for kernel, value in us.items():
             times = {"us": round(value, 3), "measured_us": round(measured[kernel], 3), "idle_us": round(self.idle_us, 3)}
             append_line(self.path, {"kernel": kernel, **row, **times, **self.facts})

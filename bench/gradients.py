@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.cases import Case, relative_error
+from bench.cases import Case, relative_error, side_by_side
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta")
 
@@ -29,22 +29,24 @@ class ExpectedGradients:
         return self.key_heads if name in ("dq", "dk") else self.value_heads
 
 
-def expected_gradients(case: Case, key_heads: tuple[int, ...] | None = None) -> ExpectedGradients:
-    """Differentiates the float64 chunked reference on the first and the last key head, each with the value heads that read it.
+def expected_gradients(cases: Sequence[Case]) -> list[ExpectedGradients]:
+    """For each of these cases of one shape, the gradients of sum(o * case.do), o from the float64 chunked reference.
 
-    The loss is sum(o * case.do). At 32768 tokens a value head takes about 2 GiB while this runs, and nothing afterwards.
+    They are of the first and the last key head and the value heads that read them. At 32768 tokens a value head takes about
+    2 GiB for each case while this runs (three cases with four value heads a key head: 48 GiB), and nothing afterwards.
     """
     from qla.reference import chunked_gated_delta_rule
 
-    key_heads = key_heads or tuple(sorted({0, case.shape.hk - 1}))
-    ratio = case.shape.hv // case.shape.hk
+    shape = cases[0].shape
+    key_heads = tuple(sorted({0, shape.hk - 1}))
+    ratio = shape.hv // shape.hk
     value_heads = tuple(head * ratio + i for head in key_heads for i in range(ratio))
-    of_key, of_value = list(key_heads), list(value_heads)
-    parts = (case.q[:, :, of_key], case.k[:, :, of_key], case.v[:, :, of_value], case.g[:, :, of_value], case.beta[:, :, of_value])
-    leaves = [x.detach().double().requires_grad_() for x in parts]
+    leaves = [x.detach().requires_grad_() for x in side_by_side(cases, list(key_heads), list(value_heads))]
     with torch.enable_grad():
-        o, _ = chunked_gated_delta_rule(*leaves, scale=case.scale, cu_seqlens=case.cu_seqlens)
-    return ExpectedGradients(key_heads, value_heads, torch.autograd.grad(o, leaves, case.do[:, :, of_value].double()))
+        o, _ = chunked_gated_delta_rule(*leaves, scale=cases[0].scale, cu_seqlens=cases[0].cu_seqlens)
+    do = torch.cat([case.do[:, :, list(value_heads)] for case in cases], dim=2).double()
+    by_input = [x.tensor_split(len(cases), dim=2) for x in torch.autograd.grad(o, leaves, do)]
+    return [ExpectedGradients(key_heads, value_heads, gradients) for gradients in zip(*by_input, strict=True)]
 
 
 def gradient_errors(expected: ExpectedGradients, gradients: Sequence[Tensor]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.cases import Case
 from bench.shapes import Shape
-from qla.autocp import CHUNK, FAST, WHOLE, Gates, Plan, Problem
+from qla.autocp import CHUNK, FAST, WHOLE, Gates, Plan, Problem, keeps_segment_states, launches
 
 Calls = dict[str, Callable[[], object]]
 # What a prediction assumes of the gates of a row: nothing warms up a slow head, and of mixed ones every fourth is slow.
@@ -154,7 +154,7 @@ def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
 
 
 def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
-    """Each backward kernel alone on the case, in the order of their launch, all heads in one slice, no gradient of the final state."""
+    """Each kernel of a backward pass alone on the case, in the order of launch, all heads in one slice, no gradient of the final state."""
     from qla.kernels.bwd_fused import bwd_fused
     from qla.kernels.cp_merge import cp_merge
     from qla.kernels.cp_prep import prepare_state_gradients, scan_state_gradients, scan_states
@@ -177,13 +177,18 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     def merge_gradients() -> None:
         cp_merge(start_grads, made.transitions, made.forward, x.place[0], len(x.v), *x.place[1:], plan.chunks_per_segment, reverse=True)
 
+    block_v = 128 // plan.split if plan.split and not x.is_cut else None
+
     def scan() -> None:
-        scan_states(x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
+        scan_states(
+            x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms,
+            items=made.forward, segment_states=made.states, block_v=block_v,
+        )  # fmt: skip
 
     def reverse_scan() -> None:
         scan_state_gradients(
             x.q, x.k, do, *gates, state_grads, 0, None, None, case.scale, *x.place, False, x.num_sms,
-            items=made.reverse, segment_states=start_grads,
+            items=made.reverse, segment_states=start_grads, block_v=block_v,
         )  # fmt: skip
 
     def fused() -> None:
@@ -194,7 +199,8 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
         own = {"cp_prep_gradients": prepare_gradients, "cp_merge_gradients": merge_gradients, **own}
     for call in own.values():
         call()
-    return {**{name: call for name, call in made.calls.items() if name != "cp_plan"}, **own, "bwd_fused": fused}
+    every = {**made.calls, **own, "bwd_fused": fused}
+    return {name: every[name] for name in launches(plan, True, keeps_segment_states(problem_of(case.shape), plan))}
 
 
 def us_per_chunk(case: Case, fused_ms: float, num_sms: int) -> tuple[int, float]:

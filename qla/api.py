@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qla import ops
+from qla import activations, ops
 from qla.autocp import WHOLE, Plan
 from qla.autograd import Call, aligned, choose_plan, gated_delta_rule, launch_backward, launch_forward
 from qla.checks import (
@@ -24,8 +23,6 @@ from qla.checks import (
     warn_once,
 )
 from qla.reference import CHUNK, chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
-
-L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
 
 
 def chunk_gated_delta_rule(
@@ -98,26 +95,32 @@ def chunk_gated_delta_rule(
     problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
     scale = check_scale(scale, problem.key_dim)
 
-    if use_qk_l2norm_in_kernel:
-        q, k = (_l2norm(_blank_unowned_rows(x, cu_seqlens)) for x in (q, k))
-    if use_beta_sigmoid_in_kernel:
-        beta = _at_least_fp32(_blank_unowned_rows(beta, cu_seqlens)).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-    if kwargs.get("use_gate_in_kernel", False):
-        g = _gate(_blank_unowned_rows(g, cu_seqlens), kwargs.get("A_log"), kwargs.get("dt_bias"))
+    A_log, dt_bias = _gate_parameters(kwargs, g)
 
     reason = unsupported_reason(q, k, v)
+    by_kernel = reason is None and not torch.compiler.is_compiling()
+    offsets = _offsets_on_device(cu_seqlens, q) if by_kernel else cu_seqlens
+    if use_qk_l2norm_in_kernel:
+        q, k = activations.l2norm_by_kernel(_pad(q, 1), _pad(k, 1), offsets) if by_kernel else activations.l2norm(q, k, offsets)
+    if use_beta_sigmoid_in_kernel or A_log is not None:
+        activate = activations.gates_by_kernel if by_kernel else activations.gates
+        options = activations.GateOptions(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        g, beta = activate(g, beta, A_log, dt_bias, offsets, options)
+
     if reason is not None:
         warn_once(_pytorch_path_warning(reason))
         cu_host = _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem)
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
-    tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    tensors = _normalise(q, k, v, g, beta, initial_state, offsets)
+    if scale < 0:
+        tensors, scale = (-tensors[0], *tensors[1:]), -scale
     if torch.compiler.is_compiling():
-        plan = auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
-        o, final_state = ops.gated_delta_rule(*tensors, call, plan)
+        call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, WHOLE)
+        o, final_state = ops.gated_delta_rule(*tensors, call, auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE)
     else:
-        call = replace(call, plan=_segmentation(auto_cp, problem, tensors[1], tensors[2], cu_seqlens, cu_seqlens_cpu))
-        o, final_state = gated_delta_rule(*tensors, call)
+        plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
+        o, final_state = gated_delta_rule(*tensors, Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, plan))
     return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
 
 
@@ -160,9 +163,11 @@ def chunk_gated_delta_rule_fwd(
             o, final_state = chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
             return g_cum.float(), A.to(q.dtype), o, final_state
 
-        tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-        call = replace(call, plan=_segmentation(auto_cp, problem, tensors[1], tensors[2], cu_seqlens, cu_seqlens_cpu))
-        result = launch_forward(*tensors, call)
+        tensors = _normalise(q, k, v, g, beta, initial_state, cu_seqlens)
+        if scale < 0:
+            tensors, scale = (-tensors[0], *tensors[1:]), -scale
+        plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
+        result = launch_forward(*tensors, Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, plan))
         g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
         return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
 
@@ -193,7 +198,7 @@ def chunk_gated_delta_rule_bwd(
     the gates that the forward pass took (natural logarithms, not their sums); dh0 is None without initial_state. Rows that no
     sequence owns are 0.
 
-    The states of all chunks are computed again, in a workspace of at most 2 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
+    The states of all chunks are computed again, in a workspace of at most 2.125 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
     64 KiB for each chunk and value head of one key head.
 
     Raises ValueError or TypeError as ``chunk_gated_delta_rule``.
@@ -212,8 +217,9 @@ def chunk_gated_delta_rule_bwd(
         return chunked_gradients(q, k, v, gates, beta, scale, initial_state, do, dht, state_v_first, cu_host)
 
     with torch.no_grad():
-        tensors, call = _normalise(problem, q, k, v, g, beta, scale, initial_state, False, state_v_first, cu_seqlens)
-        q, k, v, g, beta, initial_state, cu_seqlens = tensors
+        q, k, v, g, beta, initial_state, cu_seqlens = _normalise(q, k, v, g, beta, initial_state, cu_seqlens)
+        q = -q if scale < 0 else q
+        call = Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, False, WHOLE)
         A, do = aligned(A.to(q.dtype).flatten(0, 1)), _pad(do, 1).flatten(0, 1)
         dht = None if dht is None else _pad(dht, 2)
         *grads, dh0 = launch_backward(q, k, v, g, beta, A, initial_state, do, dht, cu_seqlens, call, initial_state is not None)
@@ -248,26 +254,12 @@ def _check_known_options(kwargs: dict[str, Any]) -> None:
         raise ValueError("A_log must be a tensor [HV] when use_gate_in_kernel=True, got None")
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _blank_unowned_rows(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Zeros the rows past the last sequence: an activation's own gradient would make 0 * NaN of a NaN there."""
-    if cu_seqlens is None:
-        return x
-    owned = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1:].to(x.device)
-    return torch.where(owned.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
-
-
-def _l2norm(x: Tensor) -> Tensor:
-    wide = _at_least_fp32(x)
-    return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)
-
-
-def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """-exp(A_log) softplus(g + dt_bias) in at least fp32; g [B, T, HV], A_log and dt_bias [HV]."""
+def _gate_parameters(kwargs: dict[str, Any], g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A_log and dt_bias, checked, or None twice where g holds the gates themselves."""
+    if not kwargs.get("use_gate_in_kernel", False):
+        return None, None
     heads = g.shape[2]
+    A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is None:
             continue
@@ -277,11 +269,7 @@ def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
             raise ValueError(f"{name} must have HV = {heads} elements, got shape {list(x.shape)}")
         if x.device != g.device:
             raise ValueError(f"{name} must be on the device of g, {g.device}, got {x.device}")
-    assert A_log is not None
-    raw = _at_least_fp32(g)
-    if dt_bias is not None:
-        raw = raw + _at_least_fp32(dt_bias).flatten()
-    return -_at_least_fp32(A_log).flatten().exp() * F.softplus(raw)
+    return A_log, dt_bias
 
 
 def _pytorch_path_warning(reason: str) -> str:
@@ -302,38 +290,24 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor |
 
 
 def _normalise(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[_Tensors, Call]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> _Tensors:
     """Brings checked inputs into the kernels' form (``qla.autograd``); differentiable."""
-    if scale < 0:
-        q, scale = -q, -scale
     q, k, v = (aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
     g, beta = (aligned(x.float().flatten(0, 1)) for x in (g, beta))
     if initial_state is not None:
         initial_state = aligned(_pad(initial_state.float(), 2))
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
-    call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, WHOLE)
-    return (q, k, v, g, beta, initial_state, cu_seqlens), call
+    return q, k, v, g, beta, initial_state, _offsets_on_device(cu_seqlens, q)
+
+
+def _offsets_on_device(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
 
 
 def _segmentation(
-    auto_cp: bool | Plan, problem: Problem, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+    auto_cp: bool | Plan, problem: Problem, device: torch.device, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Plan:
-    """How a call's sequences are cut; their lengths count where the host has them.
-
-    k, v: normalised, [N, H, 128] and [N, HV, 128].
-    """
+    """How a call's sequences are cut; their lengths count where the host has them."""
     if isinstance(auto_cp, Plan):
         return auto_cp
     if not auto_cp:
@@ -342,7 +316,8 @@ def _segmentation(
     lengths = None
     if on_host is not None and on_host.device.type == "cpu":
         lengths = tuple(on_host.diff().tolist())
-    return choose_plan(k, v, problem.num_seqs, problem.seq_len, lengths)
+    heads = (problem.key_heads, problem.value_heads)
+    return choose_plan(*heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths, device)
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:

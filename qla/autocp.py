@@ -55,6 +55,10 @@ MAX_LOSS_UNKNOWN = 0.25  # of each of two hypotheses, where the host does not kn
 SLOW_SHARES = (0.25, 0.5, 1.0)  # shares of slow heads for which the loss is looked at
 SLOW_WEIGHT = 0.25  # what a microsecond with slow heads (the mean of SLOW_SHARES) counts against one with fast gates
 
+# What segments start from is kept for the backward pass while it is at most this share of what is saved anyway.
+KEPT_SHARE = 0.25
+STATE_BYTES = 64 << 10  # of a segment and value head: a state, or a transition in two parts
+
 # Weights of the list scheduling, in tenths of a microsecond: of a chunk by the split of V (as in choose_block_v), and of a block.
 CHUNK_WEIGHT = {1: 20, 2: 13}
 BLOCK_WEIGHT = 15
@@ -243,8 +247,8 @@ def _load_coefficients() -> Coefficients:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted microseconds of a call: ``us`` by kernel, in the order of their launch, then "launch", which is what the call takes beyond
-    its kernels; ``total`` of them all."""
+    """Predicted microseconds of a call: ``us`` by kernel, in the order of their launch, then "beside" (backward), the negative of what
+    kernels save that run side by side, and "launch", which is what the call takes beyond its kernels; ``total`` of them all."""
 
     us: Mapping[str, float]
 
@@ -382,7 +386,7 @@ class _Work:
 
     @property
     def scan_split(self) -> int:
-        """Blocks that share an item of a scan, cut or not: as many as an uncut call would have, which is what serial heads are."""
+        """Blocks that share an item of a scan of a cut call: as many as an uncut one would have, which is what serial heads are."""
         return whole_split(self.whole_heads, self.num_sms)
 
     @property
@@ -391,7 +395,9 @@ class _Work:
         return whole_split(self.segment_heads, self.num_sms)
 
     def scan_runs(self, runs: Sequence[Run]) -> list[Run]:
-        """The same items as blocks of a scan."""
+        """The same items as blocks of a scan; whole sequences are split as in the fused kernel."""
+        if not self.cut:
+            return list(runs)
         split = self.scan_split
         return [(chunks, split, number // of_run * split) for chunks, of_run, number in runs]
 
@@ -572,7 +578,9 @@ def _features(kernel: str, problem: Problem, num_sms: int, work: _Work) -> dict[
     raise ValueError(f"kernel must be one of {', '.join(FEATURES)}, got {kernel!r}")
 
 
-def features(kernel: str, problem: Problem, num_sms: int, plan: Plan, gates: Gates = FAST, backward: bool = False) -> dict[str, float]:
+def features(
+    kernel: str, problem: Problem, num_sms: int, plan: Plan, gates: Gates = FAST, backward: bool = False, kept: bool | None = None
+) -> dict[str, float]:
     """What one launch of a kernel counts; its predicted time is the sum of these times the coefficients of the same names.
 
     base: 1. block: blocks of the SM that ends last.
@@ -587,13 +595,15 @@ def features(kernel: str, problem: Problem, num_sms: int, plan: Plan, gates: Gat
     chunk_value_head, chunk_key_head: chunks of all sequences times heads, in bwd_fused over SMs. bound: the former, where there is a cut.
     call: 1, kernel: launches: what a timed call takes beyond its kernels.
     kernel: a key of FEATURES. num_sms: 1 or more. Lengths that the host does not know are taken as equal.
-    backward: for "launch", whether the call is a backward one. Raises ValueError.
+    backward: for "launch", whether the call is a backward one. kept: for that, whether what segments start from was kept; None
+        (default) as ``keeps_segment_states`` has it. Raises ValueError.
     """
     if kernel not in FEATURES:
         raise ValueError(f"kernel must be one of {', '.join(FEATURES)}, got {kernel!r}")
     _check_int("num_sms", num_sms, 1)
     if kernel == "launch":
-        return {"call": 1, "kernel": len(launches(plan, backward))}
+        kept = keeps_segment_states(problem, plan) if kept is None else kept
+        return {"call": 1, "kernel": len(launches(plan, backward, kept))}
     return _features(kernel, problem, num_sms, _work_of(problem, _hypotheses(problem)[0], num_sms, plan, gates))
 
 
@@ -602,24 +612,51 @@ def _work_of(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, g
     return _work(sequences, problem.value_heads, num_segments, num_sms, plan, gates)
 
 
-def launches(plan: Plan, backward: bool) -> list[str]:
-    """Kernels of a call in the order of their launch, keys of FEATURES. The backward prepares both the states and their gradients."""
+def keeps_segment_states(problem: Problem, plan: Plan) -> bool:
+    """Whether the forward pass of a cut call keeps what its segments start from, by sizes (``qla.autograd`` goes by the bytes)."""
+    if not plan.needs_states:
+        return False
+    taken = STATE_BYTES * (2 if plan.max_transition_heads > 0 else 1) * problem.value_heads
+    taken *= plan.num_segments(problem.num_seqs, problem.tokens, problem.seq_len)
+    return taken <= KEPT_SHARE * problem.tokens * (392 * problem.value_heads + 512 * problem.key_heads)
+
+
+def launches(plan: Plan, backward: bool, kept: bool = False) -> list[str]:
+    """Kernels of a call in the order of their launch, keys of FEATURES.
+
+    The backward prepares both the states, unless they were kept, and their gradients.
+    """
     cut = plan.chunks_per_segment > 0
     states = ["cp_prep"] if cut and plan.needs_states else []
     transitions = cut and plan.max_transition_heads > 0
     states += ["cp_merge"] if transitions else []
     if backward:
         gradients = ["cp_prep_gradients", "cp_merge_gradients"] if transitions else []
-        return [*states, *gradients, "scan_states", "scan_state_gradients", "bwd_fused"]
+        return [*([] if kept else states), *gradients, "scan_states", "scan_state_gradients", "bwd_fused"]
     return ["kkt_solve", *(["cp_plan", *states] if cut else []), "fwd_fused"]
 
 
 def _predict(
     problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, gates: Gates, backward: bool, coefficients: Coefficients
 ) -> Prediction:
-    work, kernels = _work_of(problem, sequences, num_sms, plan, gates), launches(plan, backward)
+    work, kernels = _work_of(problem, sequences, num_sms, plan, gates), launches(plan, backward, keeps_segment_states(problem, plan))
     us = {name: coefficients.time(name, _features(name, problem, num_sms, work)) for name in kernels}
+    if backward:
+        us["beside"] = -_saved_beside(work, us)
     return Prediction(us | {"launch": coefficients.time("launch", {"call": 1, "kernel": len(kernels)})})
+
+
+def _saved_beside(work: _Work, us: Mapping[str, float]) -> float:
+    """What it saves that the scan of the states runs beside that of their gradients, and what comes before the latter.
+
+    Together they take as long as the longer one, or as their blocks take on all SMs, if that is more.
+    """
+    scan = _schedule(work.scan_runs(work.walk_runs), work.num_sms)
+    load, serial = (sum(CHUNK_WEIGHT[split] * part[split] for split in (1, 2)) for part in (scan.load, scan.serial))
+    share = min(1.0, load / serial) if serial else 1.0
+    states, gradients = us["scan_states"], us["scan_state_gradients"]
+    before = us.get("cp_prep_gradients", 0.0) + us.get("cp_merge_gradients", 0.0)
+    return states + before + gradients - max(states, before + gradients, before + share * (states + gradients))
 
 
 def predict(

@@ -8,8 +8,9 @@ gradients find their way back to its shapes and dtypes without help.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ from qla.reference import CHUNK
 LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
-WORKSPACE_BYTES = 2 << 30
-KEPT_SHARE = 0.25  # see _GatedDeltaRule
+WORKSPACE_BYTES = (2 << 30) + (128 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,16 @@ class Forward:
     bound: Tensor | None = None
 
 
-def choose_plan(k: Tensor, v: Tensor, num_seqs: int, seq_len: int, lengths: tuple[int, ...] | None) -> Plan:
-    """AutoCP's plan for k [N, H, 128] and v [N, HV, 128]; lengths of packed sequences where the host has them."""
-    if num_seqs == 0 or len(v) == 0:
+def choose_plan(
+    key_heads: int, value_heads: int, num_seqs: int, tokens: int, seq_len: int, lengths: tuple[int, ...] | None, device: torch.device
+) -> Plan:
+    """AutoCP's plan; tokens: of all sequences; lengths: of packed sequences where the host has them."""
+    if num_seqs == 0 or tokens == 0:
         return WHOLE
-    sizes = autocp.Problem(k.shape[1], v.shape[1], num_seqs, len(v), seq_len, lengths)
-    return autocp.plan(sizes, device_spec(v.device))
+    return autocp.plan(_problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), device_spec(device))
+
+
+_problem = lru_cache(maxsize=4096)(autocp.Problem)  # checks its fields whenever it is made
 
 
 def launch_forward(
@@ -236,18 +240,23 @@ class _GatedDeltaRule(torch.autograd.Function):
         with torch.no_grad():
             saved = (q, k, v, g_cum, beta, A, initial_state)
             grads = launch_backward(*saved, do, dht, cu_seqlens, ctx.call, needed[5], Cut(*cut) if cut else None)
-        kept = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-        if torch.is_grad_enabled():  # create_graph=True
-            anchor = _leaf(q)
-            once: Callable[..., Tensor] = _OnceDifferentiable.apply
-            kept = (None if grad is None else once(grad, anchor) for grad in kept)
-        return (*kept, None, None)
+        return *only_once(grads, needed, q), None, None
 
 
 def _worth_keeping(cut: Cut, saved: Sequence[Tensor | None]) -> Cut:
-    """``cut`` with the states and transitions, if they take at most KEPT_SHARE of what the other tensors take, else without."""
+    """``cut`` with the states and transitions, if they take at most autocp.KEPT_SHARE of what the other tensors take, else without."""
     taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut.tensors[2:], saved))
-    return cut if taken <= KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+    return cut if taken <= autocp.KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+
+
+def only_once(grads: Iterable[Tensor | None], needed: Sequence[bool], like: Tensor) -> list[Tensor | None]:
+    """What a backward pass returns: the gradients that are needed, which under create_graph=True refuse to be differentiated."""
+    kept = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    if torch.is_grad_enabled():
+        anchor = _leaf(like)
+        once: Callable[..., Tensor] = _OnceDifferentiable.apply
+        kept = [None if grad is None else once(grad, anchor) for grad in kept]
+    return kept
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -271,7 +280,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def workspace_limit() -> int:
-    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2 GiB."""
+    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2.125 GiB."""
     text = os.environ.get(WORKSPACE_VARIABLE, "")
     if not text:
         return WORKSPACE_BYTES
@@ -308,8 +317,8 @@ def launch_backward(
     """Launches the backward kernels on the current stream of q's device.
 
     Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
-    final state, in any dtype, None for zero. Two scans write the states and their gradients for all chunks of a slice of heads, as many
-    as fit into ``workspace_limit()``; then one kernel computes the rest.
+    final state, in any dtype, None for zero. Two scans, side by side, write the states and their gradients for all chunks of a slice of
+    heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
 
     Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
     """
@@ -338,24 +347,50 @@ def launch_backward(
             forward, reverse, starts, transitions = cut.tensors
             if starts is None:
                 starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
-            if starts is not None and transitions is not None:
-                start_grads = torch.empty_like(starts)
-                prepare_state_gradients(
-                    q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
-                )  # fmt: skip
-                cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
+            start_grads = None if starts is None or transitions is None else torch.empty_like(starts)
+        # The plan's split of whole sequences is for all heads at a time.
+        block_v = dim // call.plan.split if cut is None and call.plan.split and len(slices) == 1 else None
+        beside = _Beside(q.device)
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
+            with beside:
+                if start_grads is not None and head0 == 0:
+                    prepare_state_gradients(
+                        q, k, do, g_cum, beta, A, dht, call.scale, *place, call.state_v_first, num_sms, reverse, start_grads
+                    )  # fmt: skip
+                    cp_merge(start_grads, transitions, forward, cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment, reverse=True)
+                scan_state_gradients(
+                    q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
+                    items=reverse, segment_states=start_grads, block_v=block_v,
+                )  # fmt: skip
             scan_states(
                 k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
-                items=forward, segment_states=starts,
+                items=forward, segment_states=starts, block_v=block_v,
             )  # fmt: skip
-            scan_state_gradients(
-                q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
-                items=reverse, segment_states=start_grads,
-            )  # fmt: skip
+            beside.join()
             bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
     return dq, dk, dv, dg, dbeta, dh0
+
+
+class _Beside:
+    """A second stream: what is launched inside ``with`` comes after all that was launched before, and runs beside what is launched after.
+
+    Until ``join``: the current stream then waits for it. Tensors that both streams use need no other care if they live until then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.main, self.side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        self.inside = torch.cuda.stream(self.side)
+
+    def __enter__(self) -> None:
+        self.side.wait_stream(self.main)
+        self.inside.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self.inside.__exit__(*exception)
+
+    def join(self) -> None:
+        self.main.wait_stream(self.side)
 
 
 def aligned(x: Tensor) -> Tensor:

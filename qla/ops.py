@@ -56,7 +56,10 @@ def _call(
     threshold: float,
     output_final_state: bool = False,
 ) -> Call:
-    fixed = replace(Plan(*plan), threshold=threshold) if plan else choose_plan(k, v, num_seqs, seq_len, None)
+    if plan:
+        fixed = replace(Plan(*plan), threshold=threshold)
+    else:
+        fixed = choose_plan(k.shape[1], v.shape[1], num_seqs, len(v), seq_len, None, v.device)
     return Call(num_seqs, seq_len, scale, state_v_first, output_final_state, fixed)
 
 

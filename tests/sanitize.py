@@ -5,7 +5,7 @@
 
 Packed sequences with tails, an empty one and rows that none owns; equal lengths; both block widths and dtypes; states in
 both layouts; offsets that are wrong; sequences cut into segments of a chunk or two, with warm-up, transitions and serial
-heads. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks are for many items, which here
+heads; activations. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks are for many items, which here
 are sequences of a few tokens. The backward pass runs whole and in slices of one key head. PyTorch's cache of freed memory
 is switched off, so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
 """
@@ -77,6 +77,11 @@ def main() -> None:
             cut = inputs(360, (2, 4), dtype)
             cut[3][..., ::2] = 0.0  # every second head never decays
             run(f"{dtype} {plan}", cut, [0, 260, 260, 261, 350], auto_cp=plan)
+        A_log, dt_bias = (torch.randn(4, device="cuda") for _ in range(2))
+        joint = torch.randn(1, 130, 6 * 128, device="cuda").to(dtype)  # q and k are slices of it, read in place
+        q, k = (joint[..., i * 256 : (i + 1) * 256].unflatten(-1, (2, 128)) for i in range(2))
+        options = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+        run(f"{dtype} activations", [q, k, *inputs(130, (2, 4), dtype)[2:]], [0, 65, 128], A_log=A_log, dt_bias=dt_bias, **options)
     for wrong in ([0, 50, 20, 128], [0, 300], [-64, 128], [100, 0, 100], [2**31 - 1, -(2**31)]):
         run(f"wrong offsets {wrong}", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
         run(f"wrong offsets {wrong}, cut", inputs(128, (2, 4), torch.bfloat16), wrong, check=False, auto_cp=Plan(1, 2, 0, 1, 1))

@@ -168,12 +168,16 @@ def test_kernels_of_a_call():
     before, scans = ["cp_prep", "cp_merge", "cp_prep_gradients", "cp_merge_gradients"], ["scan_states", "scan_state_gradients", "bwd_fused"]
     for backward, kernels in (
         (False, {WHOLE: [], lean: ["cp_plan"], prepared: ["cp_plan", "cp_prep"], cut: ["cp_plan", "cp_prep", "cp_merge"]}),
-        (True, {WHOLE: [], lean: [], prepared: ["cp_prep"], cut: before}),
+        (True, {WHOLE: [], lean: [], prepared: [], cut: before[2:]}),  # states and transitions of so few segments are kept
     ):
         for of_plan, added in kernels.items():
             expected = [*added, *scans] if backward else ["kkt_solve", *added, "fwd_fused"]
-            assert list(predict(problem, 132, of_plan, backward=backward).us) == [*expected, "launch"]
+            more = ["beside", "launch"] if backward else ["launch"]
+            assert list(predict(problem, 132, of_plan, backward=backward).us) == [*expected, *more]
             assert autocp.features("launch", problem, 132, of_plan, FAST, backward) == {"call": 1, "kernel": len(expected)}
+    assert autocp.launches(cut, backward=True) == [*before, *scans]
+    short = replace(cut, chunks_per_segment=2)
+    assert list(predict(problem, 132, short, backward=True).us) == [*before, *scans, "beside", "launch"]
     assert {*before, *scans, "kkt_solve", "cp_plan", "fwd_fused", "launch"} == set(autocp.FEATURES)
     whole = predict(problem, 132, WHOLE)
     for kernel, time in whole.us.items():

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import directions, facts, kernels, run, timing
-from bench.cases import errors, expected_slice, make_case, make_gates
+from bench import directions, facts, kernels, records, run, timing
+from bench.cases import errors, expected_slices, make_case, make_gates
 from bench.gradients import NAMES, expected_gradients, gradient_errors
 from bench.providers import PROVIDERS, Call, Provider, own_call
 from bench.shapes import BACKWARD_SETS, SETS, Shape, parse_lengths, parse_shape
@@ -87,7 +87,7 @@ def test_check_compares_with_float64():
     import qla
 
     case = make_case(Shape(2, 6, "70+64"), "mixed", "cpu")
-    expected = expected_slice(case)
+    (expected,) = expected_slices([case])
     assert expected.heads == (0, 5)
     o, state = qla.reference.chunked_gated_delta_rule(
         case.q, case.k, case.v, case.g, case.beta, output_final_state=True, cu_seqlens=case.cu_seqlens
@@ -148,7 +148,7 @@ def make_bench(tmp_path, providers, milliseconds, **options) -> run.Bench:
 def test_a_row_is_recorded_line_by_line(tmp_path, capsys):
     providers = [fake_provider("qla"), fake_provider("fla"), fake_provider("flash_qla", raises=RuntimeError("cannot\nat all"))]
     bench = make_bench(tmp_path, providers, {"qla": 0.5, "fla": 1.0})
-    bench.run_row(SMALL, "fast")
+    bench.run_shape(SMALL, ["fast"])
     lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
     assert [line["provider"] for line in lines] == ["qla", "fla"]
     for line in lines:
@@ -163,7 +163,7 @@ def test_a_row_is_recorded_line_by_line(tmp_path, capsys):
 
 def test_a_row_that_qla_gets_wrong_is_refused(tmp_path, capsys):
     bench = make_bench(tmp_path, [fake_provider("fla"), fake_provider("qla", factor=1.02)], {"qla": 0.5, "fla": 1.0})
-    bench.run_row(SMALL, "fast")
+    bench.run_shape(SMALL, ["fast"])
     assert not bench.path.exists() and not bench.rows
     assert bench.failed == ["1/2 70+64 fast"]
     assert "REFUSED" in capsys.readouterr().out
@@ -171,28 +171,28 @@ def test_a_row_that_qla_gets_wrong_is_refused(tmp_path, capsys):
 
 def test_a_peer_that_is_wrong_is_left_out(tmp_path):
     bench = make_bench(tmp_path, [fake_provider("qla"), fake_provider("fla", factor=1.1)], {"qla": 0.5, "fla": 1.0})
-    bench.run_row(SMALL, "slow")
+    bench.run_shape(SMALL, ["slow"])
     assert bench.rows[0].ms == {"qla": 0.5}
     assert "wrong: error of o" in bench.rows[0].notes[0]
 
 
 def test_the_budget_ends_the_run_between_measurements(tmp_path, monkeypatch):
     bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5})
-    bench.run_row(SMALL, "fast")
+    bench.run_shape(SMALL, ["fast"])
     bench.deadline = -math.inf
     with pytest.raises(run.OutOfBudget):
-        bench.run_row(SMALL, "slow")
+        bench.run_shape(SMALL, ["slow"])
     assert len(bench.path.read_text().splitlines()) == 1
 
 
 def test_known_times_fill_in(tmp_path):
     path = tmp_path / "old.jsonl"
     summary = timing.Timing(2.0, 1.9, 2.1, "graph")
-    facts.append_line(path, run.make_record(SMALL, "fast", "flashinfer", "1", timing.Timing(9.0, 9.0, 9.0, "graph"), FACTS))
-    facts.append_line(path, run.make_record(SMALL, "fast", "flashinfer", "1", summary, FACTS))
-    facts.append_line(path, run.make_record(SMALL, "slow", "fla", "1", summary, FACTS))
-    bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5}, known=run.known_times([path]))
-    bench.run_row(SMALL, "fast")
+    facts.append_line(path, records.make_record(SMALL, "fast", "flashinfer", "1", timing.Timing(9.0, 9.0, 9.0, "graph"), FACTS))
+    facts.append_line(path, records.make_record(SMALL, "fast", "flashinfer", "1", summary, FACTS))
+    facts.append_line(path, records.make_record(SMALL, "slow", "fla", "1", summary, FACTS))
+    bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5}, known=records.known_times([path]))
+    bench.run_shape(SMALL, ["fast"])
     assert bench.rows[0].ms == {"qla": 0.5, "flashinfer": 2.0}
     assert bench.rows[0].ratio == 4.0
 
@@ -200,12 +200,12 @@ def test_known_times_fill_in(tmp_path):
 def test_table():
     held_back = {"flash_qla_nocp": 0.1, "qla_whole": 0.1, "qla:fwd_fused": 0.3}
     rows = [
-        run.Row(Shape(16, 64, "8192x4"), "fast", {"qla": 0.5, "fla": 3.0, "flash_qla": 1.0, **held_back}),
-        run.Row(Shape(2, 8, "2048"), "slow", {"qla": 0.5, "fla": 0.25}),
-        run.Row(Shape(2, 8, "4096"), "slow", {"qla": 0.5}),
+        records.Row(Shape(16, 64, "8192x4"), "fast", {"qla": 0.5, "fla": 3.0, "flash_qla": 1.0, **held_back}),
+        records.Row(Shape(2, 8, "2048"), "slow", {"qla": 0.5, "fla": 0.25}),
+        records.Row(Shape(2, 8, "4096"), "slow", {"qla": 0.5}),
     ]
     assert rows[0].best_peer == ("flash_qla", 1.0), "neither our own kernels nor a package held back is the best peer"
-    text = run.format_table(rows, ["qla", "fla", "flash_qla"])
+    text = records.format_table(rows, ["qla", "fla", "flash_qla"])
     header, first, second, third, summary = text.splitlines()
     assert header.split() == ["heads", "lengths", "gates", "qla", "fla", "flash_qla", "best", "peer", "ratio"]
     assert first.split() == ["16/64", "8192x4", "fast", "0.5000", "3.0000", "1.0000", "flash_qla", "2.00"]
@@ -213,7 +213,7 @@ def test_table():
     assert third.split()[-1] == "-"
     assert len({len(line) for line in (header, first, second, third)}) == 1
     assert summary == "best peer / qla: geometric mean 1.00, worst 0.50, rows 2"
-    assert run.format_table([], ["qla"])
+    assert records.format_table([], ["qla"])
 
 
 def test_arguments():
@@ -310,7 +310,7 @@ def test_gradients_are_those_of_float64():
     from qla.reference import recurrent_gated_delta_rule
 
     case = make_case(Shape(3, 6, "70+64"), "fast", "cpu")
-    expected = expected_gradients(case)
+    (expected,) = expected_gradients([case])
     assert expected.key_heads == (0, 2) and expected.value_heads == (0, 1, 4, 5)
     leaves = [x.double().requires_grad_() for x in (case.q, case.k, case.v, case.g, case.beta)]
     o, _ = recurrent_gated_delta_rule(*leaves, scale=case.scale, cu_seqlens=case.cu_seqlens)
@@ -330,7 +330,7 @@ def test_a_backward_row(tmp_path, capsys):
     providers = [fake_backward_provider("qla"), fake_backward_provider("fla", "dk"), fake_backward_provider("flash_qla")]
     bench = make_bench(tmp_path, providers, {"qla": 0.5, "flash_qla": 1.0}, direction="bwd")
     with torch.no_grad():  # as main runs it
-        bench.run_row(SMALL, "fast")
+        bench.run_shape(SMALL, ["fast"])
     lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
     assert [(line["direction"], line["provider"]) for line in lines] == [("bwd", "qla"), ("bwd", "flash_qla")]
     for line in lines:
@@ -343,7 +343,7 @@ def test_a_backward_row(tmp_path, capsys):
 @pytest.mark.parametrize("wrong", NAMES)
 def test_a_backward_row_that_qla_gets_wrong_is_refused(wrong, tmp_path):
     bench = make_bench(tmp_path, [fake_backward_provider("qla", wrong)], {"qla": 0.5}, direction="bwd")
-    bench.run_row(SMALL, "fast")
+    bench.run_shape(SMALL, ["fast"])
     assert bench.failed and not bench.path.exists()
 
 
@@ -514,7 +514,7 @@ def test_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch, capsys):
     assert names == autocp.launches(plan, backward=False)
     bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5, **dict.fromkeys(names, 0.2)}, kernels=True, ready_up=run_once)
     shape = Shape(1, 2, lengths)
-    bench.run_row(shape, "fast")
+    bench.run_shape(shape, ["fast"])
     own, *lines = (json.loads(line) for line in bench.path.read_text().splitlines())
     assert [line["provider"] for line in lines] == [f"qla:{name}" for name in names]
     assert own["provider"] == "qla" and Plan(**own["plan"]) == plan
@@ -551,7 +551,7 @@ def test_backward_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch):
     assert names == autocp.launches(plan, backward=True)
     milliseconds = dict.fromkeys(["qla", *names], 0.1)
     bench = make_bench(tmp_path, [fake_provider("qla")], milliseconds, kernels=True, direction="bwd", ready_up=run_once)
-    bench.run_kernels(run.Row(Shape(1, 2, lengths), "fast"), make_case(Shape(1, 2, lengths), "fast", "cpu"), plan)
+    bench.run_kernels(records.Row(Shape(1, 2, lengths), "fast"), make_case(Shape(1, 2, lengths), "fast", "cpu"), plan)
     lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
     assert [(line["provider"], line["direction"]) for line in lines] == [(f"qla:{name}", "bwd") for name in names]
     # Each has run once with what those before it made before it is timed.
@@ -602,12 +602,12 @@ def test_show_prints_what_was_recorded(tmp_path, capsys):
     path = tmp_path / "results.jsonl"
     lines = [("qla", 0.5), ("fla", 1.0), ("qla", 0.25)]  # the later line of a row and provider counts
     for name, ms in lines:
-        record = run.make_record(SMALL, "fast", name, "1", timing.Timing(ms, ms, ms, "graph"), FACTS)
+        record = records.make_record(SMALL, "fast", name, "1", timing.Timing(ms, ms, ms, "graph"), FACTS)
         facts.append_line(path, record)
     assert run.main(["--show", str(path)]) == 0
     text = capsys.readouterr().out
     assert "0.2500" in text and "4.00" in text and "0.5000" not in text and "bwd" not in text
-    facts.append_line(path, run.make_record(SMALL, "fast", "qla", "1", timing.Timing(9.0, 9.0, 9.0, "graph"), FACTS, "bwd"))
+    facts.append_line(path, records.make_record(SMALL, "fast", "qla", "1", timing.Timing(9.0, 9.0, 9.0, "graph"), FACTS, "bwd"))
     assert run.main(["--show", str(path)]) == 0
     forward, backward = capsys.readouterr().out.split("bwd, milliseconds")
     assert forward.startswith("fwd, milliseconds") and "0.2500" in forward and "9.0000" not in forward

@@ -28,6 +28,22 @@ from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, 
 SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
 
 
+class Beside:
+    """Of the second stream: whether launches go to it, and whether the first one waits for it."""
+
+    def __init__(self):
+        self.inside, self.joined = False, True
+
+    def __enter__(self):
+        self.inside, self.joined = True, False
+
+    def __exit__(self, *exception):
+        self.inside = False
+
+    def join(self):
+        self.joined = True
+
+
 class StandIns:
     """Records the launches; the other methods have the kernels' signatures. The scans compute nothing: they note what they got, and
     ``bwd_fused`` makes all gradients of the slice from it. Nor do the kernels of cut calls compute anything: what they make and get is
@@ -36,6 +52,7 @@ class StandIns:
     def __init__(self):
         self.launches = []
         self.made, self.got = {}, {}
+        self.beside = Beside()
 
     @staticmethod
     def check(name, x, shape, dtype):
@@ -48,6 +65,60 @@ class StandIns:
             return [x.view(num_seqs, seq_len, *x.shape[1:]) for x in tensors]
         assert seq_len == 0 and cu_seqlens.dtype == torch.int32 and cu_seqlens.shape == (num_seqs + 1,)
         return [x.unsqueeze(0) for x in tensors]
+
+    def l2norm(self, q, k, cu_seqlens, eps, num_sms):
+        self.launches.append("l2norm")
+        assert num_sms == SPEC.sm_count and (cu_seqlens is None or cu_seqlens.dtype == torch.int32)
+        owned = torch.ones(len(q)) if cu_seqlens is None else torch.arange(len(q)) < cu_seqlens[-1]
+        found = []
+        for x in (q, k):
+            assert x.shape[2] == 128 and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.data_ptr() % 16 == 0
+            r = owned.unsqueeze(1) * (x.float().square().sum(-1) + eps).rsqrt()
+            found.append((torch.where(owned.view(-1, 1, 1) > 0, r.unsqueeze(-1) * x, 0).to(x.dtype), r))
+        (yq, rq), (yk, rk) = found
+        return yq.contiguous(), yk.contiguous(), rq, rk
+
+    def l2norm_backward(self, dyq, dyk, yq, yk, rq, rk, num_sms):
+        self.launches.append("l2norm_backward")
+        grads = []
+        for dy, y, r in ((dyq, yq, rq), (dyk, yk, rk)):
+            self.check("dy", dy, tuple(y.shape), y.dtype)
+            self.check("y", y, (*r.shape, 128), y.dtype)
+            grads.append((r.unsqueeze(-1) * (dy.float() - y.float() * (dy.float() * y.float()).sum(-1, keepdim=True))).to(y.dtype))
+        return grads
+
+    ACTIVATE_BETA, TWICE = 4, 8
+
+    def activated(self, raw_g, raw_beta, A_log, dt_bias, options):
+        """g, beta, and their derivatives after the raw values."""
+        g, dg, beta, dbeta = raw_g.float(), torch.ones(raw_g.shape), raw_beta.float(), torch.ones(raw_g.shape)
+        if A_log is not None:
+            raw = g if dt_bias is None else g + dt_bias.float()
+            rate = -A_log.float().exp()
+            g, dg = rate * torch.nn.functional.softplus(raw), rate * raw.sigmoid()
+        if options & self.ACTIVATE_BETA:
+            factor = 2 if options & self.TWICE else 1
+            beta, dbeta = factor * beta.sigmoid(), factor * beta.sigmoid() * (-beta).sigmoid()
+        return g, beta, dg, dbeta
+
+    @staticmethod
+    def owned(x, cu_seqlens, *values):
+        mask = torch.ones(len(x), 1) if cu_seqlens is None else (torch.arange(len(x)) < cu_seqlens[-1]).unsqueeze(1)
+        return [torch.where(mask > 0, value, 0) for value in values]
+
+    def gates(self, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms):
+        self.launches.append("gates")
+        assert num_sms == SPEC.sm_count and raw_g.is_contiguous() and raw_beta.is_contiguous()
+        return self.owned(raw_g, cu_seqlens, *self.activated(raw_g, raw_beta, A_log, dt_bias, options)[:2])
+
+    def gates_backward(self, dg, dbeta, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms):
+        self.launches.append("gates_backward")
+        self.check("dg", dg, tuple(raw_g.shape), torch.float32)
+        self.check("dbeta", dbeta, tuple(raw_g.shape), torch.float32)
+        g, _, slope_g, slope_beta = self.activated(raw_g, raw_beta, A_log, dt_bias, options)
+        draw_g, draw_beta, dA = self.owned(dg, cu_seqlens, dg * slope_g, dbeta * slope_beta, dg * g)
+        sums = (None if A_log is None else dA.sum(0), None if dt_bias is None else draw_g.sum(0))
+        return draw_g.to(raw_g.dtype), draw_beta.to(raw_beta.dtype), *sums
 
     def kkt_solve(self, k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound):
         self.launches.append("kkt_solve")
@@ -110,34 +181,19 @@ class StandIns:
 
     def scan_states(
         self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items,
-        segment_states,
+        segment_states, block_v,
     ):  # fmt: skip
-        self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states})
+        assert not self.beside.inside and not self.beside.joined
+        self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states, "block_v": block_v})
         self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
         self.initial_state, self.state_v_first = initial_state, state_v_first
 
     def scan_state_gradients(
-        self,
-        q,
-        k,
-        do,
-        g_cum,
-        beta,
-        A,
-        states,
-        head0,
-        final_grad,
-        initial_grad,
-        scale,
-        cu_seqlens,
-        num_seqs,
-        seq_len,
-        state_v_first,
-        num_sms,
-        items,
-        segment_states,
-    ):
-        self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states})
+        self, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first,
+        num_sms, items, segment_states, block_v,
+    ):  # fmt: skip
+        assert self.beside.inside
+        self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states, "block_v": block_v})
         self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
         self.final_grad, self.initial_grad = final_grad, initial_grad
 
@@ -193,6 +249,7 @@ class StandIns:
         self, q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
     ):
         self.launches.append(("bwd_fused", head0, states.shape[1]))
+        assert self.beside.joined and not self.beside.inside
         ratio, heads = v.shape[1] // k.shape[1], slice(head0, head0 + states.shape[1])
         keys = slice(head0 // ratio, heads.stop // ratio)
         inputs = (q[:, keys], k[:, keys], v[:, heads], g_cum[:, heads], beta[:, heads], do[:, heads])
@@ -209,6 +266,8 @@ class StandIns:
 
 
 KERNELS = {
+    "l2norm": ["l2norm", "l2norm_backward"],
+    "gates": ["gates", "gates_backward", "ACTIVATE_BETA", "TWICE"],
     "kkt_solve": ["kkt_solve"],
     "fwd_fused": ["fwd_fused"],
     "cp_plan": ["cp_plan"],
@@ -228,8 +287,10 @@ def kernels(monkeypatch):
             setattr(module, function, getattr(stand_ins, function))
         monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
     monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
-    monkeypatch.setattr("qla.autograd.device_spec", lambda device: SPEC)
+    for module in ("autograd", "activations"):
+        monkeypatch.setattr(f"qla.{module}.device_spec", lambda device: SPEC)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("qla.autograd._Beside", lambda device: stand_ins.beside)
     return stand_ins
 
 
@@ -415,11 +476,11 @@ class TestCutCalls:
                 kernels.got.pop(name, None)
             grads.append(torch.autograd.grad(o.float().square().sum() + final.square().sum(), leaves))
             heads = inputs.g.shape[2] // slices
-            of_slices = [(name, i * heads, heads) for i in range(slices) for name in ("scan_states", "scan_state_gradients", "bwd_fused")]
+            of_slices = [(name, i * heads, heads) for i in range(slices) for name in ("scan_state_gradients", "scan_states", "bwd_fused")]
             if not auto_cp:
                 assert kernels.launches == of_slices
                 scans = kernels.got["scan_states"] + kernels.got["scan_state_gradients"]
-                assert scans == [{"items": None, "states": None}] * 2 * slices
+                assert scans == [{"items": None, "states": None, "block_v": None}] * 2 * slices
         for a, b in zip(*grads, strict=True):
             assert_bitwise_equal(a, b)
         gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
@@ -459,7 +520,7 @@ class TestCutCalls:
 
     def test_backward_does_not_repeat_what_was_kept(self, kernels, plan, problem, monkeypatch):
         """Where states and transitions take little beside the rest, which nothing this small does by itself."""
-        monkeypatch.setattr("qla.autograd.KEPT_SHARE", 1e6)
+        monkeypatch.setattr("qla.autocp.KEPT_SHARE", 1e6)
         inputs, start, options, _ = problem
         leaves = [*inputs.leaves(), start.clone().requires_grad_()]
         o, _ = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], auto_cp=plan, **options)
@@ -467,7 +528,8 @@ class TestCutCalls:
         kernels.launches.clear()
         torch.autograd.grad(o.float().sum(), leaves)
         gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
-        assert kernels.launches[: len(gradients) + 1] == [*gradients, ("scan_states", 0, inputs.g.shape[2])]
+        scans = [(name, 0, inputs.g.shape[2]) for name in ("scan_state_gradients", "scan_states")]
+        assert kernels.launches[: len(gradients) + 2] == [*gradients, *scans]
         assert same(kernels.got["scan_states"][-1]["states"], forward_states)
         if gradients:
             self.check_merge(kernels, plan, True, kernels.got["prepare_state_gradients"]["states"], transitions)
@@ -486,6 +548,9 @@ class TestCutCalls:
         inputs, _, options, _ = problem
         qla.chunk_gated_delta_rule(*inputs, auto_cp=autocp.Plan(0, split, 0, 0, 0), **options)
         assert kernels.launches == ["kkt_solve", "fwd_fused"] and kernels.got["fwd_fused"]["block_v"] == block_v
+        leaves = inputs.leaves()
+        qla.chunk_gated_delta_rule(*leaves, auto_cp=autocp.Plan(0, split, 0, 0, 0), **options)[0].sum().backward()
+        assert kernels.got["scan_states"][-1]["block_v"] == kernels.got["scan_state_gradients"][-1]["block_v"] == block_v
 
     def test_low_level_entry_is_cut_too(self, kernels, plan, problem):
         inputs, start, options, _ = problem
@@ -519,15 +584,14 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     problem = check_inputs(*inputs, None, False, cu, None)
     elsewhere = cu.to("meta")  # as one on a GPU: its values are not the host's
     for given, on_host, expected in ((elsewhere, cu, lengths), (elsewhere, None, None), (cu, None, lengths), (cu, cu, lengths)):
-        assert _segmentation(True, problem, inputs.k[0], inputs.v[0], given, on_host) is WHOLE
+        assert _segmentation(True, problem, inputs.v.device, given, on_host) is WHOLE
         assert asked.pop() == autocp.Problem(2, 4, len(lengths), sum(lengths) + padding, 0, expected)
     assert asked == []
     batch = make_inputs(rng, 70, batch=3, dtype=torch.bfloat16)
-    flat = (x.flatten(0, 1) for x in (batch.k, batch.v))
-    _segmentation(True, check_inputs(*batch, None, False, None, None), *flat, None, None)
+    _segmentation(True, check_inputs(*batch, None, False, None, None), batch.v.device, None, None)
     assert asked.pop() == autocp.Problem(2, 4, 3, 210, 70)
     for auto_cp in (False, WHOLE, PLANS["transitions"]):
-        assert _segmentation(auto_cp, problem, inputs.k[0], inputs.v[0], cu, None) == (auto_cp or WHOLE)
+        assert _segmentation(auto_cp, problem, inputs.v.device, cu, None) == (auto_cp or WHOLE)
     assert asked == []
 
 
@@ -614,7 +678,7 @@ class TestGradients:
             leaves = [*inputs.leaves(), state.clone().requires_grad_()]
             o, final = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], output_final_state=True)
             grads.append(torch.autograd.grad(o.float().square().sum() + final.square().sum(), leaves))
-            names = ("scan_states", "scan_state_gradients", "bwd_fused")
+            names = ("scan_state_gradients", "scan_states", "bwd_fused")
             assert kernels.launches[2:] == [(name, *part) for part in slices for name in names]
         for other in grads[1:]:
             for a, b in zip(grads[0], other, strict=True):
@@ -637,7 +701,7 @@ def test_slices_are_whole_groups():
 def test_workspace_limit(text, monkeypatch):
     monkeypatch.setenv("QLA_WORKSPACE_BYTES", text)
     if text in ("", "123"):
-        assert workspace_limit() == (int(text) if text else 2**31)
+        assert workspace_limit() == (int(text) if text else 2**31 + 2**27)
     else:
         with pytest.raises(ValueError, match="QLA_WORKSPACE_BYTES must be a number of bytes, got"):
             workspace_limit()

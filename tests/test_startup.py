@@ -135,6 +135,7 @@ def test_nothing_compiles_again(rng):
                     ([700, 0, 5], 1, {"state_v_first": True, "auto_cp": Plan(4, 1, 1, 2, 4)}),
                     (1500, 1, {"auto_cp": Plan(4, 2, 0, 1, 4)}),
                     ([64] * 9, 1, {"scale": 0.0}),
+                    (300, 1, {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}),
                 ):
                     x = make_inputs(rng, tokens, heads, batch=batch, dims=(128, 128) if batch == 1 else (96, 64), dtype=dtype)
                     leaves = [t.clone().requires_grad_() for t in x.tensors]

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_kernel_path_cpu import Beside
 
 import qla
 from bench.startup import first_call
@@ -304,6 +305,7 @@ def test_heads_batches_lengths_and_scales_ask_for_listed_variants(monkeypatch):
         monkeypatch.setattr(module, "build", lambda cfg: asked.add(cfg.name) or (lambda *_: None))
     monkeypatch.setattr(autograd, "device_spec", lambda _: DeviceSpec(index=0, capability=(9, 0), sm_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(autograd, "_Beside", lambda _: Beside())
     for dtype in (torch.bfloat16, torch.float16):
         for (h, hv), num_seqs, seq_len, scale, plan in CALLS:
             tokens = num_seqs * (seq_len or 90)

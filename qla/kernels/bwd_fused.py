@@ -64,6 +64,7 @@ Schedule of one head (= both wait for each other, | separates what runs while wg
     IO 0    for each head, as places become free: tiles (a head ahead), states, at the first head of a unit q and k
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -595,6 +596,11 @@ def build(cfg: BwdConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(dtype: torch.dtype) -> BwdConfig:
+    return BwdConfig(str(dtype).removeprefix("torch."))
+
+
 def bwd_fused(
     q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
 ) -> None:
@@ -614,7 +620,7 @@ def bwd_fused(
     """
     ratio = v.shape[1] // k.shape[1]
     slots, heads = states.shape[:2]
-    build(BwdConfig(str(q.dtype).removeprefix("torch.")))(
+    build(config_for(q.dtype))(
         q,
         k,
         v,

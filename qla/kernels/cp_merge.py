@@ -28,6 +28,7 @@ Schedule of step i (segment first + 1 + i; in reverse first - 1 - i)
             m_ring | add S* | store S
 """
 
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -227,6 +228,11 @@ def build(cfg: MergeConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(reverse: bool) -> MergeConfig:
+    return MergeConfig(reverse)
+
+
 def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, seq_len, segment_chunks, reverse) -> None:
     """Completes the states that the segments of heads with a transition start from; one launch on the current stream.
 
@@ -239,7 +245,7 @@ def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, s
         segment_chunks: L, as given to `cp_plan`.
         reverse: whether these are gradients.
     """
-    build(MergeConfig(reverse))(
+    build(config_for(reverse))(
         segment_states.view(-1),
         transitions,
         items,

@@ -60,6 +60,7 @@ Schedule of chunk i, the i-th that the block walks (| separates what runs while 
     IO 2    for chunk skip and later ones: wait state_ring | fence | TMA both halves of the state | release state_ring
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -513,9 +514,14 @@ def build(cfg: ScanConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(reverse: bool, block_v: int, dtype: torch.dtype) -> ScanConfig:
+    return ScanConfig(reverse, block_v, str(dtype).removeprefix("torch."))
+
+
 def scan_states(
     k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None,
+    items=None, segment_states=None, block_v=None,
 ) -> None:  # fmt: skip
     """Writes the state that enters each chunk; one launch on the current stream.
 
@@ -531,14 +537,16 @@ def scan_states(
         num_sms: multiprocessors of the device.
         items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
         segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`prepare_states`).
+        block_v: columns of V a block owns, 64 or 128; chosen by the number of items if None.
     """
     place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, *place, items, segment_states)
+    begin = (head0, initial_state, None, 1.0)
+    _launch(False, k, k, v, g_cum, beta, A, states, *begin, *place, items, segment_states, block_v=block_v)
 
 
 def scan_state_gradients(
     q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None,
+    items=None, segment_states=None, block_v=None,
 ) -> None:  # fmt: skip
     """Writes the gradient of the state that leaves each chunk, and of the initial state; one launch on the current stream.
 
@@ -549,7 +557,8 @@ def scan_state_gradients(
         scale: run-time float, finite and >= 0.
     """
     place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(True, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, *place, items, segment_states)
+    begin = (head0, final_grad, initial_grad, scale)
+    _launch(True, q, k, do, g_cum, beta, A, states, *begin, *place, items, segment_states, block_v=block_v)
 
 
 def prepare_states(
@@ -578,14 +587,13 @@ def prepare_state_gradients(
 
 def _launch(
     reverse, q, k, x, g_cum, beta, A, states, head0, begin, end, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items, segment_states, transitions=None, prepare=False,
+    items, segment_states, transitions=None, prepare=False, block_v=None,
 ) -> None:  # fmt: skip
     num_rows = num_seqs if items is None else len(items)
-    # as in an uncut call, which is what serial heads are; preparing, all items are alike
-    block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
-    cfg = ScanConfig(reverse, block_v, str(k.dtype).removeprefix("torch."))
+    if block_v is None:  # as in an uncut call, which is what serial heads are; preparing, all items are alike
+        block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
     nothing = torch.empty(4, dtype=torch.float32, device=k.device)
-    build(cfg)(
+    build(config_for(reverse, block_v, k.dtype))(
         q,
         k,
         x,

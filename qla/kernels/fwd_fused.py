@@ -50,6 +50,7 @@ Schedule of chunk i (| separates what runs while wgmma is in flight)
     IO 2    wait o | from chunk `skip` on: fence | TMA O (rows one by one in a last chunk that is not whole) | release o
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -480,6 +481,11 @@ def build(cfg: FwdConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(block_v: int, dtype: torch.dtype) -> FwdConfig:
+    return FwdConfig(block_v, str(dtype).removeprefix("torch."))
+
+
 def fwd_fused(
     q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
     items=None, order=None, segment_states=None, block_v=None,
@@ -504,9 +510,8 @@ def fwd_fused(
         block_v = HEAD_DIM
     elif block_v is None:
         block_v = choose_block_v(num_seqs * v.shape[1], num_sms)
-    cfg = FwdConfig(block_v, str(q.dtype).removeprefix("torch."))
     nothing = torch.empty(4, dtype=torch.float32, device=q.device)
-    build(cfg)(
+    build(config_for(block_v, q.dtype))(
         q,
         k,
         v,
