@@ -1,16 +1,20 @@
 """Compiles every variant ahead of time, on a machine that needs no GPU, and reports what the compiler made of it.
 
     python -m qla.aot --out DIR
+    python -m qla.aot --pack FILE
 
 DIR then holds TileLang's cache: with TILELANG_CACHE_DIR=DIR a machine with a GPU starts without compiling. Printed for each
 variant: registers, spilled bytes, shared memory, compile time, and for warp-specialised kernels the same by role where
 nvdisasm is found (CUDA's, or the one of the package nvidia-cuda-nvdisasm). The exit status is 1 if a role that computes
 spills more than its config explains, or if something spills and nobody knows where; a producer that spills costs little.
+
+FILE is the archive of all variants that a wheel carries (``make wheel``; qla/kernels/carried.py), built anew and without reports.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -25,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qla.startup import variants
+from qla.startup import Progress, build_all, cpus, variants
 
 ARCH = ("-gencode=arch=compute_90a,code=sm_90a",)
 
@@ -211,36 +215,64 @@ def role_budgets(cfg: Any) -> dict[str, int]:
 
 
 def compile_all(only: str, jobs: int, keep: Path | None) -> Iterator[Report]:
-    """Builds the variants one after the other; each one's report is made while the next ones are built."""
-    pending: list[tuple[Any, float, Future[tuple[Resources, tuple[RoleCode, ...]]]]] = []
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
+    """Builds the variants, then makes their reports, ``jobs`` at a time either way."""
+    seconds = build_all(only, jobs)
+    pending: list[tuple[Any, Future[tuple[Resources, tuple[RoleCode, ...]]]]] = []
+    with ThreadPoolExecutor(max_workers=jobs) as pool, Progress("reports", len(seconds), True) as progress:
         for module, cfg in variants(only):
-            started = time.monotonic()
             kernel = module.build(cfg)
-            seconds = time.monotonic() - started
-            print(f"built {cfg.name} in {seconds:.1f} s", file=sys.stderr, flush=True)
             future = pool.submit(inspect_source, kernel.get_kernel_source(), kernel.pass_configs or {}, role_budgets(cfg), keep, cfg.name)
-            pending.append((cfg, seconds, future))
-        for cfg, seconds, future in pending:
-            resources, roles = future.result()
-            explained = int(getattr(cfg, "explained_spills", 0))
-            yield Report(cfg.name, int(cfg.threads), int(cfg.smem_bytes), seconds, resources, roles, explained)
+            future.add_done_callback(lambda _: progress.step())
+            pending.append((cfg, future))
+        found = [future.result() for _, future in pending]
+    for (cfg, _), (resources, roles) in zip(pending, found, strict=True):
+        explained = int(getattr(cfg, "explained_spills", 0))
+        yield Report(cfg.name, int(cfg.threads), int(cfg.smem_bytes), seconds[cfg.name], resources, roles, explained)
+
+
+def pack_all(only: str, jobs: int, archive: Path) -> int:
+    """Builds the variants in a folder of their own, so that nothing stale gets in, and packs them. Returns their number."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Read by TileLang whenever it looks for a kernel.
+        os.environ["TILELANG_CACHE_DIR"] = folder
+        if not build_all(only, jobs):
+            return 0
+        from qla.kernels import carried
+
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        return int(carried.pack(Path(folder), archive, importlib.metadata.version("tilelang"), nvcc_version()))
+
+
+def nvcc_version() -> str:
+    """Version of CUDA's compiler, such as "13.0". Raises RuntimeError where it does not say."""
+    nvcc = find_tool("nvcc")
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout if nvcc else ""
+    found = re.search(r"release (\d+\.\d+)", text)
+    if found is None:
+        raise RuntimeError(f"{nvcc or 'nvcc'} does not give its version: {text!r}")
+    return found[1]
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qla.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the compiled kernels go (a TILELANG_CACHE_DIR)")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=Path, metavar="DIR", help="where the compiled kernels go (a TILELANG_CACHE_DIR)")
+    target.add_argument("--pack", type=Path, metavar="FILE", help="write the archive that a wheel carries instead")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the variants whose name holds TEXT")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="reports made at a time, beside the build (default: 1)")
+    parser.add_argument("--jobs", type=int, default=cpus(), metavar="N", help="processes at a time (default: one for each CPU)")
     parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep generated source, cubin and machine code there")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    # Read by TileLang when it is imported, which the first kernel module does.
-    os.environ["TILELANG_CACHE_DIR"] = str(args.out.resolve())
     started = time.monotonic()
+    if args.pack is not None:
+        count = pack_all(args.only, args.jobs, args.pack)
+        size = f"{args.pack}, {args.pack.stat().st_size / 1e6:.1f} MB" if count else "nothing"
+        print(f"{count} variants in {time.monotonic() - started:.0f} s: {size}")
+        return 0 if count else 1
+    os.environ["TILELANG_CACHE_DIR"] = str(args.out.resolve())
     reports = list(compile_all(args.only, args.jobs, args.keep))
     print(format_report(reports))
     print(f"{len(reports)} variants in {time.monotonic() - started:.0f} s, in {args.out}")

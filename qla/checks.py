@@ -56,10 +56,14 @@ class Problem:
         return (self.num_seqs, self.value_heads, *inner)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it while it traces; a string it can compare
 def _compute_capability(device: torch.device) -> str:
     """Such as "9.0"."""
     return "{}.{}".format(*device_spec(device).capability)
+
+
+# torch.compile calls it while it traces; a string it can compare. The decorator that says so, torch.compiler.assume_constant_result, sets
+# this attribute and no more (tested), but imports torch's compiler: 0.9 s of every start, needed or not.
+_compute_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_options: object) -> str | None:

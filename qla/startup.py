@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 KERNELS = ("l2norm", "gates", "kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused")
@@ -29,64 +33,150 @@ def warmup(only: str = "", jobs: int | None = None, verbose: bool = True) -> int
     """Compiles or loads all kernels, so that no later call has to. Needs no GPU.
 
     only: just the variants whose name holds it; "bfloat16" and "float16" are parts of the names of most, see ``python -m qla.aot``.
-    jobs: processes that compile at a time; by default one for each CPU. verbose: whether to print a line of progress to stderr.
+    jobs: processes that compile at a time; by default one for each CPU. verbose: whether to write a line of progress to stderr.
 
     What TileLang's cache on disk (TILELANG_CACHE_DIR) does not hold is compiled in processes of their own; several programs may do so
-    at once. Returns the number of variants. Raises RuntimeError with the compiler's last lines if one cannot be built.
+    at once. Returns the number of variants. Raises RuntimeError with their names and the compiler's last lines if some cannot be built.
     """
+    return len(build_all(only, jobs, verbose))
+
+
+def build_all(only: str = "", jobs: int | None = None, verbose: bool = True) -> dict[str, float]:
+    """As ``warmup``, and returns the seconds that each variant took."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     todo = list(variants(only))
-    for number, (module, cfg) in enumerate(todo):
-        started = time.monotonic()
-        module.build(cfg)
-        rest = [cfg.name for _, cfg in todo[number + 1 :]]
-        _progress(verbose, len(todo) - len(rest), len(todo))
-        if rest and time.monotonic() - started > COMPILED_SECONDS:
-            _compile_elsewhere(rest, jobs or os.cpu_count() or 1, len(todo), verbose)
-            for module, cfg in todo[number + 1 :]:
+    seconds: dict[str, float] = {}
+    with _without_tilelangs_lines(), Progress("kernels", len(todo), verbose) as progress:
+        for number, (module, cfg) in enumerate(todo):
+            started = time.monotonic()
+            try:
                 module.build(cfg)
-            break
-    if verbose and todo:
-        print(file=sys.stderr, flush=True)
-    return len(todo)
+            except Exception as error:
+                raise _failed({cfg.name: repr(error)}) from error
+            seconds[cfg.name] = time.monotonic() - started
+            progress.step()
+            rest = [cfg.name for _, cfg in todo[number + 1 :]]
+            if rest and seconds[cfg.name] > COMPILED_SECONDS:
+                seconds |= _compile_elsewhere(rest, jobs or cpus(), progress.step)
+                for module, cfg in todo[number + 1 :]:
+                    module.build(cfg)
+                break
+    return seconds
 
 
-def build(names: Sequence[str]) -> None:
-    """Compiles the named variants into TileLang's cache, and prints each name when it is there."""
-    by_name = {cfg.name: (module, cfg) for module, cfg in variants()}
-    for name in names:
-        module, cfg = by_name[name]
-        module.build(cfg)
-        print(name, flush=True)
+def cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _compile_elsewhere(names: Sequence[str], jobs: int, total: int, verbose: bool) -> None:
-    """Compiles in up to ``jobs`` processes, each its share; they leave the results in TileLang's cache."""
-    shares = [share for i in range(jobs) if (share := names[i::jobs])]
+class Progress:
+    """One line on stderr, "qla: 3 of 21 kernels in 9 s": redrawn as it grows on a terminal, written once, at the end, elsewhere."""
+
+    def __init__(self, what: str, total: int, verbose: bool) -> None:
+        self._what, self._total, self._verbose = what, total, verbose and total > 0
+        self._done, self._started, self._lock = 0, time.monotonic(), Lock()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._verbose:
+            self._write("\n")
+
+    def step(self) -> None:
+        with self._lock:
+            self._done += 1
+            if self._verbose and sys.stderr.isatty():
+                self._write("")
+
+    def _write(self, end: str) -> None:
+        start = "\r" if sys.stderr.isatty() else ""
+        seconds = time.monotonic() - self._started
+        print(f"{start}qla: {self._done} of {self._total} {self._what} in {seconds:.0f} s", end=end, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _without_tilelangs_lines() -> Iterator[None]:
+    """Context in which TileLang does not log each kernel that it begins and completes."""
+    logger = logging.getLogger("tilelang.jit.kernel")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+BUILT, FAILED = "qla built: ", "qla failed: "  # how a process that compiles begins its answers
+
+
+def serve() -> None:
+    """Compiles the variants named on stdin, one a line, into TileLang's cache; answers each on stdout, a failure after its traceback."""
+    known = {cfg.name: (module, cfg) for module, cfg in variants()}
+    for line in sys.stdin:
+        name, started = line.strip(), time.monotonic()
+        try:
+            module, cfg = known[name]
+            module.build(cfg)
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+            print(f"{FAILED}{name}", flush=True)
+        else:
+            print(f"{BUILT}{time.monotonic() - started}", flush=True)
+
+
+def _compile_elsewhere(names: Sequence[str], jobs: int, step: Callable[[], None]) -> dict[str, float]:
+    """Compiles in up to ``jobs`` processes, which leave the results in TileLang's cache; returns seconds by name.
+
+    Each process takes the next name when it is done with one, from the end of the list, where those stand that take longest. ``step`` is
+    called after each.
+    """
+    queue = list(names)
     environment = dict(os.environ)
     paths = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = [total - len(names)]
+    # The package that runs here, even where the current folder holds another (Python 3.11 and later).
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1", "TILELANG_PRINT_ON_COMPILATION": "0"}
+    command = [sys.executable, "-c", "from qla.startup import serve; serve()"]
+    seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
 
-    def run(share: Sequence[str]) -> str | None:
-        command = [sys.executable, "-c", "import sys; from qla.startup import build; build(sys.argv[1:])", *share]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        lines = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if line.strip() in share:
-                done[0] += 1
-                _progress(verbose, done[0], total)
-        return None if process.wait() == 0 else "".join(lines[-20:])
+    def work(_: int) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        # Closing the pipe to a process that is gone may fail as writing to it does; its output says why it is gone.
+        with contextlib.suppress(BrokenPipeError), subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+            assert process.stdin is not None and process.stdout is not None
+            while True:
+                try:
+                    name = queue.pop()  # atomic
+                except IndexError:
+                    break
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(name + "\n")
+                    process.stdin.flush()
+                lines: list[str] = []
+                for line in process.stdout:
+                    if line.startswith((BUILT, FAILED)):
+                        break
+                    lines.append(line)
+                else:  # it ended without an answer
+                    failures[name] = "".join(lines[-20:]) + f"exit status {process.wait()}"
+                    break
+                if line.startswith(BUILT):
+                    seconds[name] = float(line.removeprefix(BUILT))
+                    step()
+                else:
+                    failures[name] = "".join(lines[-20:])
 
-    with ThreadPoolExecutor(len(shares)) as pool:
-        failures = [text for text in pool.map(run, shares) if text is not None]
+    count = min(jobs, len(names))
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
     if failures:
-        raise RuntimeError(f"qla could not build its kernels:\n{failures[0]}")
+        # A name is left over only where every process ended early.
+        raise _failed(failures | dict.fromkeys(queue, "not begun"))
+    return seconds
 
 
-def _progress(verbose: bool, done: int, total: int) -> None:
-    if verbose:
-        print(f"\rqla: {done} of {total} kernels", end="", file=sys.stderr, flush=True)
+def _failed(failures: dict[str, str]) -> RuntimeError:
+    first = next(iter(failures.values()))
+    return RuntimeError(f"qla could not build {', '.join(failures)}:\n{first}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +86,9 @@ def test_report_names_everything():
 
 
 def test_arguments(capsys):
+    assert aot.make_parser().parse_args(["--pack", "file"]).jobs == startup.cpus() >= 1
+    with pytest.raises(SystemExit):
+        aot.make_parser().parse_args(["--out", "somewhere", "--pack", "file"])
     args = aot.make_parser().parse_args(["--out", "somewhere", "--only", "kkt", "--jobs", "2"])
     assert (args.out, args.only, args.jobs, args.keep) == (Path("somewhere"), "kkt", 2, None)
     with pytest.raises(SystemExit):
@@ -99,6 +104,56 @@ def test_exit_status_and_cache_folder(monkeypatch, capsys, tmp_path):
         assert aot.main(["--out", str(tmp_path / "aot")]) == status
         assert aot.os.environ["TILELANG_CACHE_DIR"] == str((tmp_path / "aot").resolve())
     assert "2 variants" in capsys.readouterr().out
+
+
+def test_builds_then_reports(monkeypatch, capsys):
+    """The reports come in the variants' order, with the seconds of the build."""
+    kernel = SimpleNamespace(get_kernel_source=lambda: "source", pass_configs=None)
+    configs = [SimpleNamespace(name=name, threads=128, smem_bytes=10) for name in "abc"]
+    module = SimpleNamespace(build=lambda cfg: kernel)
+    monkeypatch.setattr(aot, "build_all", lambda only, jobs: {"a": 1.0, "b": 2.0, "c": 3.0})
+    monkeypatch.setattr(aot, "variants", lambda only: [(module, cfg) for cfg in configs])
+    monkeypatch.setattr(aot, "inspect_source", lambda *_: (aot.parse_ptxas(PTXAS), ()))
+    assert [(report.name, report.seconds, report.smem) for report in aot.compile_all("", 2, None)] == [
+        ("a", 1, 10),
+        ("b", 2, 10),
+        ("c", 3, 10),
+    ]
+    assert "qla: 3 of 3 reports" in capsys.readouterr().err
+
+
+def test_packs_what_it_has_just_built(monkeypatch, capsys, tmp_path):
+    """In a folder of its own: what another cache holds stays out."""
+    (tmp_path / "cache" / "stale").mkdir(parents=True)
+    (tmp_path / "cache" / "stale" / "manifest.json").touch()
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(aot, "nvcc_version", lambda: "13.0")
+
+    def build_all(only, jobs):
+        folder = Path(aot.os.environ["TILELANG_CACHE_DIR"], "1", "kernels", "new")
+        if only == "nothing":
+            return {}
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+        return {"new": 1.0}
+
+    monkeypatch.setattr(aot, "build_all", build_all)
+    file = tmp_path / "some" / "where.tar.xz"
+    assert aot.main(["--pack", str(file)]) == 0 and "1 variants" in capsys.readouterr().out
+    with tarfile.open(file) as tar:
+        assert tar.getnames() == ["facts.json", "1/kernels/new/manifest.json"]
+    assert aot.main(["--pack", str(tmp_path / "none"), "--only", "nothing"]) == 1 and not (tmp_path / "none").exists()
+
+
+def test_version_of_nvcc(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.2, V13.2.1'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(aot, "find_tool", lambda _: str(nvcc))
+    assert aot.nvcc_version() == "13.2"
+    monkeypatch.setattr(aot, "find_tool", lambda _: None)
+    with pytest.raises(RuntimeError, match="does not give its version"):
+        aot.nvcc_version()
 
 
 def test_compiles_as_tilelang_does(monkeypatch, tmp_path):
@@ -131,7 +186,7 @@ def test_every_variant_is_listed_once():
 
 def test_every_kernel_file_is_built():
     """A file with variants that is not listed would be compiled at its first call."""
-    files = {path.stem for path in (Path(aot.__file__).parent / "kernels").glob("*.py")} - {"__init__", "ws"}
+    files = {path.stem for path in (Path(aot.__file__).parent / "kernels").glob("*.py")} - {"__init__", "ws", "carried"}
     assert files == set(startup.KERNELS)
 
 

@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+import torch
+
 import qla
+from qla import checks
 
 
 def run_python(code: str) -> str:
@@ -24,6 +27,15 @@ def test_import_makes_no_cuda_context_and_loads_no_tilelang():
         "print(loaded)"
     )
     assert out.strip() == "[]"
+
+
+def test_import_leaves_torchs_compiler_alone():
+    """It takes longer than all else in the package; what marks a function for it is set by hand, and is what its decorator sets."""
+    assert run_python("import sys, torch, qla\nprint('torch._dynamo' in sys.modules)").strip() == "False"
+
+    def marked() -> None: ...
+
+    assert vars(torch.compiler.assume_constant_result(marked)) == vars(checks._compute_capability) != {}
 
 
 def test_every_module_imports_without_a_gpu():

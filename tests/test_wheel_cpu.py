@@ -13,19 +13,22 @@ from pathlib import Path
 import pytest
 
 import qla
+from qla.kernels import carried
 
 ROOT = Path(__file__).resolve().parents[1]
+ARCHIVE = "qla/kernels/compiled.tar.xz"
 NEEDED_TO_BUILD = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """A wheel of a copy of the tree, built with the environment's own setuptools."""
+def build_wheel(tmp_path_factory: pytest.TempPathFactory, archive: bytes | None = None) -> zipfile.ZipFile:
+    """A wheel of a copy of the tree, built with the environment's own setuptools; with an archive of kernels where `make wheel` puts it."""
     pytest.importorskip("setuptools")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in NEEDED_TO_BUILD:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "qla", source / "qla", ignore=shutil.ignore_patterns("__pycache__"))
+    if archive is not None:
+        (source / ARCHIVE).write_bytes(archive)
     # Folders that must stay out, as they stand in a checkout.
     for folder in ("tests", "bench"):
         (source / folder).mkdir()
@@ -36,6 +39,20 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = out.glob("*.whl")
     return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    return build_wheel(tmp_path_factory)
+
+
+def test_kernels_are_carried_where_they_are_looked_for(tmp_path_factory, wheel):
+    carrying = build_wheel(tmp_path_factory, b"kernels")
+    assert carrying.read(ARCHIVE) == b"kernels"
+    assert {*carrying.namelist()} - {*wheel.namelist()} == {ARCHIVE}
+    assert carried.ARCHIVE == ROOT / ARCHIVE
+    recipe = (ROOT / "Makefile").read_text().partition("\nwheel:")[2].partition("\n\n")[0]
+    assert f"--pack build/wheel/{ARCHIVE}" in recipe and all(name in recipe for name in NEEDED_TO_BUILD)
 
 
 def test_files_are_the_packages(wheel):

@@ -86,6 +86,7 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    once_per_config,
 )
 
 BOTH = 2 * WARPGROUP
@@ -589,7 +590,7 @@ def prim_func(cfg: BwdConfig):
     return bwd_fused_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: BwdConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

@@ -48,6 +48,7 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    once_per_config,
     uniform,
 )
 
@@ -221,7 +222,7 @@ def accumulator() -> T.Fragment:
     )
 
 
-@functools.cache
+@once_per_config
 def build(cfg: MergeConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

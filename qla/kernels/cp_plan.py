@@ -40,13 +40,12 @@ Schedule
     6   items of both directions, and the order
 """
 
-import functools
 from dataclasses import dataclass
 
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source
+from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, once_per_config
 
 THREADS = 1024
 WARMUP, TRANSITION, SERIAL = range(3)  # ways; cp_plan.cuh names the same
@@ -99,7 +98,7 @@ def prim_func(cfg: PlanConfig):
     return cp_plan_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: PlanConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

@@ -100,6 +100,7 @@ from qla.kernels.ws import (
     device_source,
     fetch_gates,
     load_state,
+    once_per_config,
     score_role,
     segment_at,
     state_at,
@@ -507,7 +508,7 @@ def prim_func(cfg: ScanConfig):
     return scan_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: ScanConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

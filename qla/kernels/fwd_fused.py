@@ -86,6 +86,7 @@ from qla.kernels.ws import (
     device_source,
     fetch_gates,
     load_state,
+    once_per_config,
     score_role,
     state_at,
     state_fragment,
@@ -474,7 +475,7 @@ def prim_func(cfg: FwdConfig):
     return fwd_fused_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: FwdConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

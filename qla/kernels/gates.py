@@ -17,7 +17,6 @@ Barriers
 Schedule of four tokens    load | activate (or differentiate and add to the thread's sums) | store
 """
 
-import functools
 from dataclasses import dataclass
 
 import tilelang
@@ -25,7 +24,7 @@ import tilelang.language as T
 import torch
 
 from qla.kernels import ws
-from qla.kernels.ws import compile_kernel, device_source
+from qla.kernels.ws import compile_kernel, device_source, once_per_config
 
 THREADS = 256
 TOKENS_AT_ONCE = 4  # of a thread
@@ -127,7 +126,7 @@ def backward_func():
     return gates_backward_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: GatesConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

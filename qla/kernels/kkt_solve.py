@@ -51,7 +51,7 @@ import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source, num_slots
+from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source, num_slots, once_per_config
 
 HEADS = 4  # value heads of a unit: one warp each
 LAST_WARP = (HEADS - 1) * WARP
@@ -284,7 +284,7 @@ def prim_func(cfg: KktConfig):
     return kkt_solve
 
 
-@functools.cache
+@once_per_config
 def build(cfg: KktConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import HEAD_DIM, PASS_CONFIGS, compile_kernel, device_source
+from qla.kernels.ws import HEAD_DIM, PASS_CONFIGS, compile_kernel, device_source, once_per_config
 
 THREADS = 256
 ROWS_AT_ONCE = 64  # of a block: THREADS / 16 lanes, four rows each
@@ -120,7 +120,7 @@ def backward_func(cfg: L2NormConfig):
     return l2norm_backward_kernel
 
 
-@functools.cache
+@once_per_config
 def build(cfg: L2NormConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)

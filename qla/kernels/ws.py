@@ -7,6 +7,7 @@ nothing: the arrive inside it is dropped without an error and the kernel hangs.
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 from tilelang.cuda.intrinsics.macro.wgmma_macro_generator import TensorCoreIntrinEmitter
+from tilelang.env import env
 from tvm import DataType
+
+from qla.kernels import carried
 
 WARP = 32
 WARPGROUP = 128  # threads
@@ -30,6 +34,7 @@ FROM_STATE, FROM_SEGMENT, IDENTITY, PREP_FROM_STATE, WITH_TRANSITION, SPLIT, SEQ
 NO_ITEMS, OWN_ITEMS, PREP_STATE, PREP_TRANSITION = range(4)
 ITEM, SEQ, VALUE_HEAD, KEY_HEAD, ROW, ROWS, CHUNKS, SKIP, SOURCE, ENDS, PART_OF_V, SLOT = range(12)
 PLACE_FIELDS = 12
+_BUILDING = threading.RLock()
 PASS_CONFIGS = {  # of the warp-specialised kernels
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # every barrier is ours
@@ -207,20 +212,39 @@ def lowering() -> Iterator[None]:
 
     TileLang 0.1.15 counts the rows of all warpgroups that share the product, so with M = 128 over two warpgroups the
     fence names twice the registers of the local array: out of bounds, and ptxas then spills phantom registers.
+    One thread at a time: another's exit would take the patch away.
     """
-    original = TensorCoreIntrinEmitter.wgmma_accum_regs
-    TensorCoreIntrinEmitter.wgmma_accum_regs = property(
-        lambda e: e.wgmma_num_inst_m * e.warp_cols * e.local_size_out * DataType(e.accum_dtype).bits // 32
-    )
-    try:
-        yield
-    finally:
-        TensorCoreIntrinEmitter.wgmma_accum_regs = original
+    with _BUILDING:
+        original = TensorCoreIntrinEmitter.wgmma_accum_regs
+        TensorCoreIntrinEmitter.wgmma_accum_regs = property(
+            lambda e: e.wgmma_num_inst_m * e.warp_cols * e.local_size_out * DataType(e.accum_dtype).bits // 32
+        )
+        try:
+            yield
+        finally:
+            TensorCoreIntrinEmitter.wgmma_accum_regs = original
+
+
+def once_per_config(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`build`, remembering the kernel of each config. Of threads that want one at the same time the first builds it, the others wait."""
+    kernels: dict[Any, Any] = {}
+
+    def build_or_wait(cfg):
+        with _BUILDING:
+            if cfg not in kernels:
+                kernels[cfg] = build(cfg)
+            return kernels[cfg]
+
+    # functools.cache alone would let each of them build; in front of the lock it keeps later launches cheap.
+    return functools.cache(functools.wraps(build)(build_or_wait))
 
 
 def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.PassConfigKey, Any]) -> Callable[..., None]:
-    """Compile what `trace` returns, a prim_func, for sm_90a. TileLang keeps the result on disk as well."""
+    """The kernel that `trace` returns as a prim_func, for sm_90a: from TileLang's cache on disk, which first gets what the package carries,
+    or compiled, and kept there."""
     with lowering():
+        if env.is_cache_enabled():
+            carried.seed(Path(env.TILELANG_CACHE_DIR), tilelang.__version__)
         return tilelang.compile(trace(), target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(pass_configs))
 
 
