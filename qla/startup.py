@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused")
+KERNELS = ("kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused", "recurrent")
 COMPILED_SECONDS = 1.0  # loading a variant from TileLang's cache takes less, compiling it more
 
 
