@@ -45,6 +45,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float __uint_as_float(unsigned x) { float d; std::memcpy(&d, &x, 4); return d; }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <typename T> static T __ldg(const T* p) { return *p; }
 struct bfloat16_t {
   unsigned short bits;

@@ -213,7 +213,7 @@ def take(cfg, z, s, exp_a, bias):
             s.sums[1] += s.q[n] * s.q[n]
         sum_over_rows(s.sums, 2)
         for n in T.unroll(2):
-            s.scales[n] = s.scales[n] / T.sqrt(s.sums[n] + L2NORM_EPS)
+            s.scales[n] *= T.rsqrt(s.sums[n] + L2NORM_EPS)
         for n in T.unroll(QUAD * QUAD):
             s.k[n] *= s.scales[0]
     for n in T.unroll(QUAD * QUAD):
