@@ -121,7 +121,7 @@ class Emulated:
         text = [PRELUDE, device, f"static void kernel({head}) {body}", DRIVER.replace("KERNEL_CALL", f"kernel({passed})")]
         source.write_text("\n".join(text))
         library = source.with_suffix(".so")
-        command = [COMPILER, "-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", str(source), "-o", str(library)]
+        command = [COMPILER, "-std=c++20", "-O0", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", str(source), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         self.launch = ctypes.CDLL(str(library)).launch
