@@ -1,10 +1,17 @@
 """Gated Delta Rule attention for NVIDIA Hopper, through hand-scheduled TileLang kernels.
 
-``chunk_gated_delta_rule`` takes the place of fla's function of that name. Importing this package needs no GPU, touches
-none, and does not load TileLang.
+``chunk_gated_delta_rule`` and, for decoding, ``fused_recurrent_gated_delta_rule`` take the place of fla's functions of these
+names. Importing this package needs no GPU, touches none, and does not load TileLang.
 """
 
-from qla.api import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd, chunk_gdn
+from qla.api import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    chunk_gdn,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn,
+)
 from qla.autocp import explain_plan
 from qla.checks import unsupported_reason
 from qla.startup import warmup
@@ -18,6 +25,8 @@ __all__ = [
     "chunk_gated_delta_rule_fwd",
     "chunk_gdn",
     "explain_plan",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "unsupported_reason",
     "warmup",
 ]

@@ -44,12 +44,12 @@ def gates(
     g, beta: [B, T, HV]. A_log, dt_bias: HV elements each, or None. What is activated is 0 in rows that no sequence owns.
     """
     if options.sigmoid:
-        beta = _at_least_fp32(blank_unowned_rows(beta, cu_seqlens)).sigmoid() * (2.0 if options.twice else 1.0)
+        beta = at_least_fp32(blank_unowned_rows(beta, cu_seqlens)).sigmoid() * (2.0 if options.twice else 1.0)
     if A_log is not None:
-        raw = _at_least_fp32(blank_unowned_rows(g, cu_seqlens))
+        raw = at_least_fp32(blank_unowned_rows(g, cu_seqlens))
         if dt_bias is not None:
-            raw = raw + _at_least_fp32(dt_bias).flatten()
-        g = -_at_least_fp32(A_log).flatten().exp() * F.softplus(raw)
+            raw = raw + at_least_fp32(dt_bias).flatten()
+        g = -at_least_fp32(A_log).flatten().exp() * F.softplus(raw)
     return g, beta
 
 
@@ -79,12 +79,12 @@ def blank_unowned_rows(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.where(owned.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _l2norm(x: Tensor) -> Tensor:
-    wide = _at_least_fp32(x)
+    wide = at_least_fp32(x)
     return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)
 
 

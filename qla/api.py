@@ -9,16 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qla import activations, ops
+from qla import activations, ops, reference
 from qla.autocp import WHOLE, Plan
-from qla.autograd import Call, aligned, choose_plan, gated_delta_rule, launch_backward, launch_forward
+from qla.autograd import (
+    Call,
+    Recurrence,
+    RecurrentInputs,
+    aligned,
+    choose_plan,
+    gated_delta_rule,
+    launch_backward,
+    launch_forward,
+    recurrent_gated_delta_rule,
+)
 from qla.checks import (
     KERNEL_DIM,
     Problem,
     check_cu_seqlens_values,
     check_inputs,
+    check_per_head,
+    check_recurrent_inputs,
     check_scale,
     check_shape,
+    recurrent_unsupported_reason,
     unsupported_reason,
     warn_once,
 )
@@ -125,6 +138,113 @@ def chunk_gated_delta_rule(
 
 
 chunk_gdn = chunk_gated_delta_rule
+
+
+# Keywords of serving engines' variants of this function: ignored, they would leave wrong states behind without a word.
+SERVING_KEYWORDS = (
+    "inplace_final_state", "ssm_state_indices", "initial_state_indices", "initial_state_source", "num_accepted_tokens", "cp_context",
+)  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same operation token by token, for decoding; takes the place of ``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``.
+
+    For each sequence and value head: S = exp(g) S, rows of S times exp(gk), columns times exp(gv); S += k (beta (v - S^T k))^T;
+    o = scale S^T q. Any length; worth it up to some dozens of tokens a sequence, ``chunk_gated_delta_rule`` is for longer ones.
+
+    On a Hopper GPU, bfloat16, float16 or float32 inputs with head sizes up to 128 run through one kernel, in float32, activations
+    included: nothing is rounded on the way. Everything else runs through PyTorch, with one warning for each reason.
+
+    q, k: [B, T, H, K], any strides; a slice of a wider projection is not copied if its heads lie together.
+    v: [B, T, HV, V], dtype of q. HV is a multiple of H.
+    g: [B, T, HV], natural logarithm of the decay, any floating dtype; None is no decay.
+    gk, gv: [B, T, HV, K] and [B, T, HV, V], further ones of the state's rows and columns.
+    beta: [B, T, HV], or [B, T, HV, V]: one for each column; any floating dtype. None is 1 (before a sigmoid).
+    scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+        cu_seqlens, cu_seqlens_cpu: as in ``chunk_gated_delta_rule``. The final state is a new tensor.
+    use_gate_in_kernel: g holds raw values; -exp(A_log) softplus(g + dt_bias) is used.
+    A_log, dt_bias: [HV], any floating dtype; ignored without use_gate_in_kernel. dt_bias may be None.
+    kwargs: transpose_state_layout (old name of state_v_first). Others are ignored, but for what would change the result: head_first=True
+        raises ValueError, and what serving engines add (SERVING_KEYWORDS: states by index or in place) NotImplementedError.
+
+    Returns (o, final_state) as ``chunk_gated_delta_rule``.
+    Taking a gradient raises NotImplementedError where the kernel ran; through PyTorch the function is differentiable.
+
+    Raises ValueError or TypeError naming the argument, the rule and what it got, before any launch; values of cu_seqlens are checked as in
+    ``chunk_gated_delta_rule``. torch.compile takes the function whole (fullgraph=True).
+    """
+    for name in SERVING_KEYWORDS:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotImplementedError(
+                f"{name}: fused_recurrent_gated_delta_rule takes states in order and returns new ones; pass {name}=None."
+            )
+    state_v_first = _state_layout(state_v_first, kwargs)
+    _check_known_options(kwargs)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
+    problem = check_recurrent_inputs(q, k, v, g, gk, gv, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    scale = check_scale(scale, problem.key_dim)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    elif g is None or A_log is None:
+        name, form = ("g", "[B, T, HV]") if g is None else ("A_log", "[HV]")
+        raise ValueError(f"{name} must be a tensor {form} when use_gate_in_kernel=True, got None")
+    else:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                check_per_head(name, x, problem.value_heads, g.device)
+
+    inputs = (q, k, v, g, beta, gk, gv, A_log, dt_bias, initial_state, cu_seqlens)
+    call = Recurrence(scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
+    reason = recurrent_unsupported_reason(q, k, v)
+    if reason is not None:
+        warn_once(_pytorch_path_warning(reason))
+        return _recurrent_through_pytorch(inputs, call, _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem))
+    if torch.compiler.is_compiling():
+        return ops.recurrent_gated_delta_rule(inputs, call)
+    return recurrent_gated_delta_rule(inputs, call)
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def _recurrent_through_pytorch(inputs: RecurrentInputs, call: Recurrence, cu_host: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    q, k, v, g, beta, gk, gv, A_log, dt_bias, initial_state, cu_seqlens = inputs
+    dtype = q.dtype
+    if call.use_qk_l2norm:  # as the kernel has it, not rounded to q's dtype
+        q, k = activations.l2norm(activations.at_least_fp32(q), activations.at_least_fp32(k), cu_seqlens)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if beta is None:
+        beta = torch.ones(v.shape[:3], dtype=wide, device=v.device)
+    if g is None:
+        g = torch.zeros(v.shape[:3], dtype=wide, device=v.device)
+    options = activations.GateOptions(call.use_beta_sigmoid, call.allow_neg_eigval)
+    g, beta = activations.gates(g, beta, A_log, dt_bias, cu_seqlens, options)
+    o, final_state = reference.recurrent_gated_delta_rule(
+        q, k, v, g, beta, call.scale, initial_state, call.output_final_state, call.state_v_first, cu_host, gk, gv
+    )
+    return o.to(dtype), final_state
 
 
 def chunk_gated_delta_rule_fwd(
@@ -258,17 +378,10 @@ def _gate_parameters(kwargs: dict[str, Any], g: Tensor) -> tuple[Tensor | None, 
     """A_log and dt_bias, checked, or None twice where g holds the gates themselves."""
     if not kwargs.get("use_gate_in_kernel", False):
         return None, None
-    heads = g.shape[2]
     A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.numel() != heads:
-            raise ValueError(f"{name} must have HV = {heads} elements, got shape {list(x.shape)}")
-        if x.device != g.device:
-            raise ValueError(f"{name} must be on the device of g, {g.device}, got {x.device}")
+        if x is not None:
+            check_per_head(name, x, g.shape[2], g.device)
     return A_log, dt_bias
 
 

@@ -409,6 +409,111 @@ class _Beside:
         self.main.wait_stream(self.side)
 
 
+@dataclass(frozen=True)
+class Recurrence:
+    """What ``launch_recurrent`` needs besides tensors; as in ``qla.fused_recurrent_gated_delta_rule``."""
+
+    scale: float
+    output_final_state: bool
+    use_qk_l2norm: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+
+
+RecurrentInputs = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+    Tensor | None,
+]  # fmt: skip
+
+
+def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor, Tensor | None]:
+    """Launches the recurrent kernel on the current stream of q's device; records no gradients.
+
+    inputs: q, k, v, g, beta, gk, gv, A_log, dt_bias, initial_state, cu_seqlens as the user gave them, checked; q, k and v in bf16, fp16 or
+        fp32 with head sizes up to 128. A_log only where the gate is to be activated.
+
+    Returns (o [B, T, HV, V], final state or None). Converted or copied is only what the kernel cannot read: float64, a state that is not
+    float32, tokens at odd places, head sizes that are no multiple of four.
+    """
+    q, k, v, g, beta, gk, gv, A_log, dt_bias, initial_state, cu_seqlens = inputs
+    batch, tokens, heads, value_dim = v.shape
+    key_dim = k.shape[-1]
+    num_seqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    inner = (value_dim, key_dim) if call.state_v_first else (key_dim, value_dim)
+    with torch.no_grad(), torch.cuda.device(q.device):
+        if initial_state is not None:
+            initial_state = initial_state.float()
+        if batch * tokens == 0 or num_seqs == 0:
+            final_state = None
+            if call.output_final_state:
+                final_state = v.new_zeros(num_seqs, heads, *inner, dtype=torch.float32)
+                final_state = final_state if initial_state is None else final_state.copy_(initial_state)
+            return v.new_zeros(v.shape), final_state
+
+        from qla.kernels.recurrent import recurrent
+
+        g, beta, gk, gv, A_log, dt_bias = (_not_float64(x) for x in (g, beta, gk, gv, A_log, dt_bias))
+        if key_dim % 4 or value_dim % 4:  # zeros add nothing to sums and stay zero in the state
+            q, k, v, gv = (None if x is None else _to_quads(x, 1) for x in (q, k, v, gv))  # type: ignore[assignment]
+            gk = None if gk is None else _to_quads(gk, 1)
+            beta = _to_quads(beta, 1) if beta is not None and beta.dim() == 4 else beta
+            initial_state = None if initial_state is None else _to_quads(initial_state, 2)
+        initial_state = None if initial_state is None else aligned(initial_state)
+        if cu_seqlens is not None and cu_seqlens.device != q.device:
+            cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        final_state = None
+        if call.output_final_state:
+            widths = (v.shape[-1], k.shape[-1]) if call.state_v_first else (k.shape[-1], v.shape[-1])
+            final_state = torch.empty((num_seqs, heads, *widths), dtype=torch.float32, device=v.device)
+        recurrent(
+            q, k, v, g, beta, gk, gv, A_log, dt_bias, o, initial_state, final_state, cu_seqlens, num_seqs, tokens, call.scale,
+            call.state_v_first, call.use_qk_l2norm, call.use_beta_sigmoid, call.allow_neg_eigval,
+        )  # fmt: skip
+        if o.shape[-1] != value_dim:
+            o = o[..., :value_dim].contiguous()
+        if final_state is not None and final_state.shape[-2:] != inner:
+            final_state = final_state[..., : inner[0], : inner[1]].contiguous()
+        return o, final_state
+
+
+def _not_float64(x: Tensor | None) -> Tensor | None:
+    return x.float() if x is not None and x.dtype == torch.float64 else x
+
+
+def _to_quads(x: Tensor, dims: int) -> Tensor:
+    """Zeros up to multiples of four in the last ``dims`` dimensions."""
+    missing = [-size % 4 for size in reversed(x.shape[-dims:])]
+    return torch.nn.functional.pad(x, [n for m in missing for n in (0, m)])
+
+
+def recurrent_gated_delta_rule(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor, Tensor | None]:
+    """``launch_recurrent``; where an input asks for a gradient, the results say, if one is taken, that there is none."""
+    o, final_state = launch_recurrent(inputs, call)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        apply: Callable[..., tuple[Tensor, Tensor | None]] = _NotDifferentiable.apply
+        return apply(o, final_state, *inputs)
+    return o, final_state
+
+
+NO_GRADIENT = (
+    "fused_recurrent_gated_delta_rule has no gradient through its kernel: use chunk_gated_delta_rule, or call it under torch.no_grad()."
+)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Identity on the results, which keeps a caller from taking the missing gradients for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, final_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return o.view_as(o), None if final_state is None else final_state.view_as(final_state)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(NO_GRADIENT)
+
+
 def aligned(x: Tensor) -> Tensor:
     """Contiguous and 16-byte aligned; a copy only where needed. While torch.compile traces, there are no addresses: ``qla.ops`` looks."""
     x = x.contiguous()

@@ -19,6 +19,7 @@ from qla.device import device_spec
 
 KERNEL_CAPABILITY = "9.0"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+RECURRENT_DTYPES = (*KERNEL_DTYPES, torch.float32)
 KERNEL_DIM = 128
 MAX_TOKENS = 2**31 - 1  # token rows are int32 in the kernels; element offsets are 64-bit
 
@@ -72,13 +73,23 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_
     q, k: [B, T, H, K]; v: [B, T, HV, V]. The other arguments of ``chunk_gated_delta_rule`` may follow; they do not matter.
     A call with a reason runs through PyTorch instead, with one warning for each reason.
     """
+    return _reason(q, k, v, KERNEL_DTYPES)
+
+
+def recurrent_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """The same for ``fused_recurrent_gated_delta_rule``, whose kernel takes float32 as well."""
+    return _reason(q, k, v, RECURRENT_DTYPES)
+
+
+def _reason(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if q.device.type != "cuda":
         return f"the kernels need a CUDA device, and q is on {q.device}"
     capability = _compute_capability(q.device)
     if capability != KERNEL_CAPABILITY:
         return f"the kernels need compute capability {KERNEL_CAPABILITY} (Hopper), and {q.device} has {capability}"
-    if q.dtype not in KERNEL_DTYPES:
-        return f"the kernels take bfloat16 and float16, and q is {_name(q.dtype)}"
+    if q.dtype not in dtypes:
+        *others, last = (_name(dtype) for dtype in dtypes)
+        return f"the kernels take {', '.join(others)} and {last}, and q is {_name(q.dtype)}"
     for dim, size in (("K", k.shape[-1]), ("V", v.shape[-1])):
         if size > KERNEL_DIM:
             return f"the kernels take head sizes up to {KERNEL_DIM}, and {dim} is {size}"
@@ -101,15 +112,54 @@ def check_inputs(
     The shapes are those of ``chunk_gated_delta_rule``. Raises TypeError for something that is not a tensor or has a
     wrong dtype, ValueError for a wrong shape, device or value; the message names the argument, the rule and what it got.
     """
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _check_floating(name, x)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
-    _check_shapes(q, k, v, g, beta)
-    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _check_device(name, x, q)
+    _check_heads(q, k, v)
+    for name, x in (("g", g), ("beta", beta)):
+        _check_part(name, x, "[B, T, HV]", tuple(v.shape[:3]), q)
+    return _check_sequences(q, v, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
 
+
+def check_recurrent_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+) -> Problem:
+    """The same for the arguments of ``fused_recurrent_gated_delta_rule``."""
+    _check_heads(q, k, v)
+    rows = tuple(v.shape[:3])
+    for name, x, form, shape in (
+        ("g", g, "[B, T, HV]", rows),
+        ("gk", gk, "[B, T, HV, K]", (*rows, k.shape[3])),
+        ("gv", gv, "[B, T, HV, V]", tuple(v.shape)),
+    ):
+        if x is not None:
+            _check_part(name, x, form, shape, q)
+    if beta is not None:
+        per_column = isinstance(beta, Tensor) and beta.dim() == 4
+        _check_part("beta", beta, "[B, T, HV, V]" if per_column else "[B, T, HV]", tuple(v.shape) if per_column else rows, q)
+    return _check_sequences(q, v, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+
+
+def check_per_head(name: str, x: object, heads: int, device: torch.device) -> None:
+    """TypeError unless ``x`` is a floating-point tensor, ValueError unless it has an element for each value head and lies on g's device."""
+    _check_floating(name, x)
+    assert isinstance(x, Tensor)
+    if x.numel() != heads:
+        raise ValueError(f"{name} must have HV = {heads} elements, got shape {list(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on the device of g, {device}, got {x.device}")
+
+
+def _check_sequences(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> Problem:
     batch, tokens, key_heads, key_dim = q.shape
     num_seqs = batch if cu_seqlens is None else _check_cu_seqlens(q, cu_seqlens, cu_seqlens_cpu)
     if cu_seqlens is None and cu_seqlens_cpu is not None:
@@ -184,7 +234,20 @@ def _check_shape(name: str, x: Tensor, form: str, expected: tuple[int, ...]) -> 
         raise ValueError(f"{name} must have shape {form} = {list(expected)}, got {list(x.shape)}")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+def _check_part(name: str, x: object, form: str, expected: tuple[int, ...], q: Tensor) -> None:
+    _check_floating(name, x)
+    assert isinstance(x, Tensor)
+    _check_shape(name, x, form, expected)
+    _check_device(name, x, q)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v: dtypes, shapes and devices."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_floating(name, x)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
     for name, x, form in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if x.dim() != 4:
             raise ValueError(f"{name} must have shape {form}, got {list(x.shape)}")
@@ -192,8 +255,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> N
     value_heads, value_dim = v.shape[2:]
     _check_shape("k", k, "[B, T, H, K]", (batch, tokens, heads, key_dim))
     _check_shape("v", v, "[B, T, HV, V]", (batch, tokens, value_heads, value_dim))
-    for name, x in (("g", g), ("beta", beta)):
-        _check_shape(name, x, "[B, T, HV]", (batch, tokens, value_heads))
     for name, form, size in (("q", "H", heads), ("q", "K", key_dim), ("v", "HV", value_heads), ("v", "V", value_dim)):
         if size < 1:
             raise ValueError(f"{name} must have {form} >= 1, got {form} = {size}")
@@ -201,6 +262,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> N
         raise ValueError(f"v must have a number of heads HV that is a multiple of q's H = {heads}, got HV = {value_heads}")
     if batch * tokens > MAX_TOKENS:
         raise ValueError(f"q must have B * T <= {MAX_TOKENS}, got {batch * tokens}")
+    for name, x in (("k", k), ("v", v)):
+        _check_device(name, x, q)
 
 
 def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> int:

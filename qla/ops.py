@@ -1,4 +1,4 @@
-"""The kernels' two passes as operators that torch.compile takes as they are: ``torch.ops.qla.chunk_forward`` and ``chunk_backward``.
+"""The kernels as operators that torch.compile takes as they are: ``torch.ops.qla.chunk_forward``, ``chunk_backward`` and ``recurrent``.
 
 Outside torch.compile the same kernels run through ``qla.autograd``, whose Python costs less for each call. Tensors are normalised as
 there. What the host decides, how sequences are cut, is decided when an operator runs, with the sizes of that call: a compiled
@@ -14,7 +14,19 @@ import torch
 from torch import Tensor
 
 from qla.autocp import WHOLE, Plan
-from qla.autograd import Call, Cut, aligned, choose_plan, launch_backward, launch_forward, work_items
+from qla.autograd import (
+    NO_GRADIENT,
+    Call,
+    Cut,
+    Recurrence,
+    RecurrentInputs,
+    aligned,
+    choose_plan,
+    launch_backward,
+    launch_forward,
+    launch_recurrent,
+    work_items,
+)
 from qla.reference import CHUNK
 
 
@@ -173,3 +185,58 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Tensor |
 
 
 chunk_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def recurrent_gated_delta_rule(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor, Tensor | None]:
+    """As ``qla.autograd.recurrent_gated_delta_rule``, through the operator."""
+    flags = (call.use_qk_l2norm, call.use_beta_sigmoid, call.allow_neg_eigval, call.state_v_first)
+    o, final_state = recurrent(*inputs, call.scale, call.output_final_state, *flags)
+    return o, final_state if call.output_final_state else None
+
+
+@torch.library.custom_op("qla::recurrent", mutates_args=())
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence: o [B, T, HV, V], and the final state, fp32, which has no element unless output_final_state.
+
+    The tensors as ``launch_recurrent`` takes them, the rest as in ``Recurrence``. Has no gradient.
+    """
+    inputs = (q, k, v, g, beta, gk, gv, A_log, dt_bias, initial_state, cu_seqlens)
+    call = Recurrence(scale, output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first)
+    o, final_state = launch_recurrent(inputs, call)
+    return o, torch.empty(0, dtype=torch.float32, device=v.device) if final_state is None else final_state
+
+
+@recurrent.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, gk, gv, A_log, dt_bias, initial_state, cu_seqlens, scale, output_final_state, use_qk_l2norm, use_beta_sigmoid,
+    allow_neg_eigval, state_v_first,
+):  # fmt: skip
+    num_seqs = v.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    inner = (v.shape[3], k.shape[3]) if state_v_first else (k.shape[3], v.shape[3])
+    final_state = v.new_empty((num_seqs, v.shape[2], *inner) if output_final_state else (0,), dtype=torch.float32)
+    return v.new_empty(v.shape), final_state
+
+
+def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(NO_GRADIENT)
+
+
+recurrent.register_autograd(_refuse)

@@ -47,34 +47,44 @@ def recurrent_gated_delta_rule(
     output_final_state: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated Delta Rule, one token after the other. In float64 this is the oracle of the tests.
 
     q, k: [B, T, H, K], any floating dtype.
     v: [B, T, HV, V]; HV is a multiple of H, and value head j reads key head j // (HV / H).
     g: [B, T, HV], natural logarithm of the decay, usually <= 0; -inf forgets the state.
-    beta: [B, T, HV], in (0, 1), or up to 2 for negative eigenvalues.
+    beta: [B, T, HV], in (0, 1), or up to 2 for negative eigenvalues; or [B, T, HV, V], one for each column of the state.
     scale: factor on o; K^-0.5 when None.
     initial_state: [S, HV, K, V], or [S, HV, V, K] if state_v_first; S is B, or the number of packed sequences. None is zero.
     output_final_state: whether to return the final state.
     state_v_first: both states are [V, K] instead of [K, V].
     cu_seqlens: [S + 1], integer, on any device: sequence n owns rows cu_seqlens[n] to cu_seqlens[n + 1] - 1 of the
         only batch row. Rows that no sequence owns are never read as data: their o and gradients are 0.
+    gk, gv: [B, T, HV, K] and [B, T, HV, V], further log gates of the state's rows and columns; None for none.
 
     Returns (o, final_state): o [B, T, HV, V] in q's dtype; final_state in initial_state's shape, float32 (float64 when q
     is float64), or None.
     """
     with torch.autocast(device_type=q.device.type, enabled=False):
         steps = _plan_steps(q, cu_seqlens, chunk=1)
-        data = _gather_inputs(steps, q, k, v, g, beta, scale)
+        per_column = beta.dim() == 4
+        data = _gather_inputs(steps, q, k, v, g, beta[..., 0] if per_column else beta, scale)
         state = _initial_state(steps, data, initial_state, state_v_first)
-        decay = data.g.exp().unsqueeze(-1)
+        betas = steps.gather(beta, _compute_dtype(q)) if per_column else data.beta.unsqueeze(-1)
+        decays = [data.g.exp().unsqueeze(-1)]
+        if gk is not None:
+            decays.append(steps.gather(gk, _compute_dtype(q)).exp().transpose(-1, -2))
+        if gv is not None:
+            decays.append(steps.gather(gv, _compute_dtype(q)).exp())
 
         outputs, finished = [], []
-        for q_t, k_t, v_t, decay_t, beta_t in steps.split(data.q, data.k, data.v, decay, data.beta.unsqueeze(-1)):
+        for q_t, k_t, v_t, beta_t, *decays_t in steps.split(data.q, data.k, data.v, betas, *decays):
             state, done = state.split([len(q_t), len(state) - len(q_t)])
             finished.append(done)
-            state = state * decay_t
+            for decay_t in decays_t:
+                state = state * decay_t
             error = v_t - k_t @ state
             state = state + k_t.transpose(-1, -2) * (beta_t * error)
             outputs.append(q_t @ state)

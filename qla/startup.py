@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-KERNELS = ("l2norm", "gates", "kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused")
+KERNELS = ("l2norm", "gates", "kkt_solve", "cp_plan", "cp_prep", "cp_merge", "fwd_fused", "bwd_fused", "recurrent")
 COMPILED_SECONDS = 1.0  # loading a variant from TileLang's cache takes less, compiling it more
 
 

@@ -11,15 +11,15 @@ from tilelang.engine.lower import lower
 from qla.kernels import ws
 
 
-def generated(kernel_file: Any, cfg: Any) -> tuple[int, str]:
-    """(bytes of dynamic shared memory, text of the kernel) of one config of a kernel file."""
+def generated(kernel_file: Any, cfg: Any, whole: bool = False) -> tuple[int, str]:
+    """(bytes of dynamic shared memory, text of the kernel) of one config of a kernel file; whole: with all that stands before it."""
     target = determine_target(ws.TARGET, return_object=True)
     pass_configs = {key.value: value for key, value in kernel_file.PASS_CONFIGS.items()}
     with ws.lowering(), tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
         artifact = lower(kernel_file.prim_func(cfg), target=target, enable_host_codegen=False, enable_device_compile=False)
     (function,) = artifact.device_mod.functions.values()
     source = artifact.kernel_source
-    return int(function.attrs.get("dyn_shared_memory_buf", 0)), source[source.rindex("__launch_bounds__") :]
+    return int(function.attrs.get("dyn_shared_memory_buf", 0)), source if whole else source[source.rindex("__launch_bounds__") :]
 
 
 def by_role(code: str, roles: Iterable[Any]) -> dict[Any, str]:

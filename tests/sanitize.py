@@ -5,9 +5,9 @@
 
 Packed sequences with tails, an empty one and rows that none owns; equal lengths; both block widths and dtypes; states in
 both layouts; offsets that are wrong; sequences cut into segments of a chunk or two, with warm-up, transitions and serial
-heads; activations. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks are for many items, which here
-are sequences of a few tokens. The backward pass runs whole and in slices of one key head. PyTorch's cache of freed memory
-is switched off, so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
+heads; activations; decoding. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks are for
+many items, which here are sequences of a few tokens. The backward pass runs whole and in slices of one key head. PyTorch's
+cache of freed memory is switched off, so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
 """
 
 from __future__ import annotations
@@ -60,6 +60,24 @@ def run(name: str, tensors: list[Tensor], lengths: list[int] | None, state: bool
     print(f"{name}: done", flush=True)
 
 
+def decode(name: str, tensors: list[Tensor], lengths: list[int] | None, check: bool = True, **options: object) -> None:
+    """Steps of ``fused_recurrent_gated_delta_rule`` with all activations, in both layouts."""
+    q, k, v, g, beta = tensors
+    cu = None if lengths is None else torch.tensor(lengths, dtype=torch.int64, device="cuda")
+    sequences, heads = q.shape[0] if cu is None else len(cu) - 1, v.shape[2]
+    per_head = [torch.randn(heads, device="cuda") for _ in range(2)]
+    for v_first in (False, True):
+        inner = (v.shape[3], k.shape[3]) if v_first else (k.shape[3], v.shape[3])
+        for h0 in (None, torch.randn(sequences, heads, *inner, device="cuda")):
+            gk = torch.zeros(*v.shape[:3], k.shape[3], device="cuda")
+            activations = (True, True, *per_head, True, True)
+            results = qla.fused_recurrent_gated_delta_rule(q, k, v, g, gk, None, beta, None, h0, True, *activations, v_first, cu)
+            torch.cuda.synchronize()
+            if check and not all(bool(torch.isfinite(x).all()) for x in results):
+                raise SystemExit(f"{name}: not finite")
+    print(f"{name}: done", flush=True)
+
+
 def main() -> None:
     from qla.kernels.fwd_fused import choose_block_v
 
@@ -82,8 +100,14 @@ def main() -> None:
         q, k = (joint[..., i * 256 : (i + 1) * 256].unflatten(-1, (2, 128)) for i in range(2))
         options = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
         run(f"{dtype} activations", [q, k, *inputs(130, (2, 4), dtype)[2:]], [0, 65, 128], A_log=A_log, dt_bias=dt_bias, **options)
+    for dtype in (*dtypes, torch.float32):
+        decode(f"{dtype} decoding, 2/8 heads", inputs(2, (2, 8), dtype, batch=3), None)
+        decode(f"{dtype} decoding, packed, rows that none owns", inputs(11, (2, 4), dtype), [0, 1, 1, 4, 9])
+        narrow = [x[..., :60] if x.dim() == 4 else x for x in inputs(2, (1, 3), dtype, batch=2)]
+        decode(f"{dtype} decoding, head sizes 60", narrow, None)
     for wrong in ([0, 50, 20, 128], [0, 300], [-64, 128], [100, 0, 100], [2**31 - 1, -(2**31)]):
         run(f"wrong offsets {wrong}", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
+        decode(f"wrong offsets {wrong}, decoding", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
         run(f"wrong offsets {wrong}, cut", inputs(128, (2, 4), torch.bfloat16), wrong, check=False, auto_cp=Plan(1, 2, 0, 1, 1))
 
 

@@ -175,6 +175,7 @@ def test_every_variant_is_listed_once():
     found = {kernel: [cfg.name for module, cfg in startup.variants() if module.__name__ == name] for kernel, name in names_of.items()}
     assert {kernel: len(of_file) for kernel, of_file in found.items()} == {
         "l2norm": 4, "gates": 2, "kkt_solve": 4, "cp_plan": 1, "cp_prep": 8, "cp_merge": 2, "fwd_fused": 4, "bwd_fused": 2,
+        "recurrent": 6,
     }  # fmt: skip
     assert found["cp_plan"] == ["cp_plan"] and found["cp_merge"] == ["merge_forward", "merge_reverse"]
     assert {name.partition("_v")[0] for name in names if name.startswith("fwd")} == {"fwd_fused"}
@@ -195,5 +196,5 @@ def test_report_of_what_the_kernels_declare():
     pytest.importorskip("tilelang")
     for module, cfg in startup.variants():
         assert int(cfg.threads) % 32 == 0 and int(cfg.smem_bytes) >= 0
-        has_roles = module.__name__.rpartition(".")[2] not in ("l2norm", "gates", "kkt_solve", "cp_plan")
+        has_roles = module.__name__.rpartition(".")[2] not in ("l2norm", "gates", "kkt_solve", "cp_plan", "recurrent")
         assert bool(aot.role_budgets(cfg)) == has_roles, cfg.name
