@@ -45,10 +45,11 @@ def test_checked_heads_belong_together():
     assert demo.first_and_last_group(1, 3) == ([0], [0, 1, 2])
 
 
-def test_example_of_the_readme():
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    small = example.replace("4096", "64")
-    code = "import torch\ntorch.cuda.is_available = lambda: False\n" + small + "print(list(o.shape), list(state.shape))"
+def test_examples_of_the_readme():
+    """One after the other: the second goes on from the first one's state."""
+    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    shown = "print(list(o.shape), list(state.shape))\n"
+    code = "import torch\ntorch.cuda.is_available = lambda: False\n" + "".join(x.replace("4096", "64") + shown for x in examples)
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[1, 64, 64, 128] [1, 64, 128, 128]"
+    assert result.stdout.splitlines() == ["[1, 64, 64, 128] [1, 64, 128, 128]", "[1, 1, 64, 128] [1, 64, 128, 128]"]

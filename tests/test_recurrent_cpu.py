@@ -157,7 +157,7 @@ def test_no_tokens(rng):
     ({"head_first": True}, ValueError, "head_first=True is not supported"),
     ({"ssm_state_indices": torch.zeros(1)}, NotImplementedError, "pass ssm_state_indices=None"),
     ({"inplace_final_state": True}, NotImplementedError, "pass inplace_final_state=None"),
-    ({"cp_context": object()}, NotImplementedError, "pass cp_context=None"),
+    ({"cp_context": "context"}, NotImplementedError, "pass cp_context=None"),
 ], ids=str)  # fmt: skip
 def test_refusals(options, error, text, rng):
     q, k, v, g, beta = make_inputs(rng, 3, dtype=torch.float32)
