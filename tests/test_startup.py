@@ -21,7 +21,11 @@ from bench.startup import ROOT, first_call
 from qla.autocp import Plan
 from qla.kernels import carried
 
-pytestmark = gpu_marks(pytest.mark.skipif(DEVICE == "cpu", reason="needs the kernels: test_startup_cpu.py has stand-ins"), seconds=600)
+pytestmark = gpu_marks(
+    pytest.mark.skipif(DEVICE == "cpu", reason="needs the kernels: test_startup_cpu.py has stand-ins"),
+    pytest.mark.xdist_group("start-up"),  # with --dist loadgroup: what they share is made once
+    seconds=600,
+)
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LIMIT = 5e-3  # relative error of o in bfloat16, as everywhere
