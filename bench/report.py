@@ -3,9 +3,9 @@
     python bench/report.py                 writes the part of README.md between its markers, and plots into bench/results/
     python bench/report.py --check         writes nothing; exit status 1 if README.md does not say what the files give
 
-Read are RESULTS/fwd_*.jsonl and bwd_*.jsonl, except *.unpublished.jsonl. Of each row and provider the newest line counts, and of
-qla only lines of a commit whose GPU tests are green (bench/tested.py, RESULTS/gpu_tests.jsonl; a line may name the tested commit
-that stood for its own). Peers do not change with qla: theirs may come from a run at an older commit. The table names the commits.
+Read are RESULTS/fwd_*.jsonl and bwd_*.jsonl, except *.unpublished.jsonl. Of each row and provider the newest line counts. A row is
+left out if the GPU tests of that line's commit of qla are not green (bench/tested.py, RESULTS/gpu_tests.jsonl; a line may name the
+tested commit that stood for its own): older figures would not be what the code does. Peers do not change with qla: theirs may come from a run at an older commit. The table names the commits.
 What it says follows from the files alone, not from git or the machine.
 """
 
@@ -67,22 +67,17 @@ def make_report(direction: str, lines: Iterable[Mapping[str, Any]], runs: Sequen
     """From lines of results files and of runs of the GPU tests. Rows of one GPU only: that of our newest line."""
     report = Report(direction)
     verdicts: dict[str | None, Verdict] = {}
-    kept: list[Mapping[str, Any]] = []
-    refused: dict[RowKey, str] = {}
-    for line in lines:
-        if line.get("direction") != direction or line["provider"] not in (OWN, *PEERS):
-            continue
-        if line["provider"] == OWN:
-            commit = line.get("tested") or line.get("commit")
-            verdict = verdicts.setdefault(commit, verdict_on(commit, runs, same_name))
-            if not verdict.green:
-                refused[key_of(line)] = verdict.reason
-                continue
-        kept.append(line)
+    kept = [line for line in lines if line.get("direction") == direction and line["provider"] in (OWN, *PEERS)]
     kept.sort(key=lambda line: line.get("date") or "")
+    refused: dict[RowKey, str] = {}
+    for line in {key_of(line): line for line in kept if line["provider"] == OWN}.values():
+        commit = line.get("tested") or line.get("commit")
+        verdict = verdicts.setdefault(commit, verdict_on(commit, runs, same_name))
+        if not verdict.green:
+            refused[key_of(line)] = verdict.reason
+    report.left_out = dict(collections.Counter(refused.values()))
+    kept = [line for line in kept if key_of(line) not in refused]
     of_ours = [line for line in kept if line["provider"] == OWN]
-    published = {key_of(line) for line in of_ours}
-    report.left_out = dict(collections.Counter(reason for key, reason in refused.items() if key not in published))
     if not of_ours:
         return report
     report.gpu = of_ours[-1]["gpu"]

@@ -1,7 +1,8 @@
 """Whether the GPU tests of a commit are green: figures of a commit whose tests are red, or were not run, are not published.
 
-tests/record_gpu.py leaves a line for each run of the GPU tests. A commit is green when a run of it passed (something passed,
-nothing failed) and no later run of it failed. What was tested need not be the very commit: only files under qla/ run on the
+tests/record_gpu.py leaves a line for each run of the GPU tests. A commit is green when no test failed since its last run in which
+one did, and the finished runs since then passed together nearly as many tests as any run before: some files alone say little, and a
+run that was cut short says nothing. What was tested need not be the very commit: only files under qla/ run on the
 GPU, so another commit stands for it where git says that they do not differ. Without git, the commits must be equal.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 from bench.facts import ROOT, read_lines
 
 TESTS = ROOT / "bench" / "results" / "gpu_tests.jsonl"
+ENOUGH = 0.9  # of the tests that the largest run until then passed: tests come and go between commits
 SHORTEST = 7  # characters with which git abbreviates a commit
 
 
@@ -56,20 +58,24 @@ def verdict_on(commit: str | None, lines: Iterable[Mapping[str, Any]], same: Cal
     """The verdict from the lines of test runs, of any commits. `same`: whether a tested commit (first) stands for the measured one."""
     if commit is None or not is_a_version(commit):
         return Verdict(False, f"files differ from any commit ({commit}): nothing says what was tested")
+    lines = list(lines)
     runs = [line for line in lines if is_a_version(line.get("commit")) and same(line["commit"], commit)]
     if not runs:
         return Verdict(False, f"no GPU tests of commit {commit} are recorded")
     runs.sort(key=lambda line: line.get("date") or "")  # stable: lines without a date stay in their order
     failures = [i for i, line in enumerate(runs) if line["failed"] > 0]
     after = failures[-1] + 1 if failures else 0
-    passed = [line for line in runs[after:] if line["passed"] > 0]
-    if passed:
+    passed = [line for line in runs[after:] if line["passed"] > 0 and not line.get("unfinished")]
+    number = sum(line["passed"] for line in passed)
+    until = runs[-1].get("date") or ""
+    most = max(line["passed"] for line in lines if (line.get("date") or "") <= until)
+    if passed and number >= ENOUGH * most:
         last = passed[-1]
         return Verdict(True, f"GPU tests of commit {last['commit']} passed on {last.get('date')}", last["commit"])
     if failures:
         last = runs[failures[-1]]
         return Verdict(False, f"{last['failed']} GPU tests of commit {last['commit']} failed on {last.get('date')}, and none passed later")
-    return Verdict(False, f"no GPU test of commit {commit} passed")
+    return Verdict(False, f"{number} GPU tests of commit {commit} passed in runs that were finished, of {most} that a run has passed")
 
 
 def verdict(commit: str | None, path: Path = TESTS) -> Verdict:

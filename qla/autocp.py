@@ -658,21 +658,29 @@ def _predict(
 def _saved_beside(work: _Work, us: Mapping[str, float]) -> float:
     """What it saves that the scan of the states runs beside that of their gradients, and what comes before the latter.
 
-    Together they take as long as the longer one, or as the memory takes for both, if that is more: each for the share of the time in
-    which its blocks use all of it.
+    All of it takes as long as the longer way, or as the card takes for both, if that is more: preparations for the share of the SMs that
+    they keep busy, chains hardly any, scans for the share of the time in which their blocks use all of the memory.
     """
     scan = _schedule(work.scan_runs(work.walk_runs), work.num_sms)
     load, serial = scan.load[1] + scan.load[2] / 2, scan.serial[1] + scan.serial[2]
-    share = min(1.0, load / (SATURATION * serial)) if serial else 1.0
-    states, gradients = us["scan_states"], us["scan_state_gradients"]
-    prep, prep_gradients = us.get("cp_prep", 0.0), us.get("cp_prep_gradients", 0.0)
-    merge, merge_gradients = us.get("cp_merge", 0.0), us.get("cp_merge_gradients", 0.0)
-    if prep:  # made again: first both preparations, then what follows each
-        of_states, of_gradients, beside = merge + states, merge_gradients + gradients, min(prep, prep_gradients) / 2
+    scan_share = min(1.0, load / (SATURATION * serial)) if serial else 1.0
+    busy_in = {}
+    for kernel, runs in (("cp_prep", work.prep_runs), ("cp_prep_gradients", work.reverse_runs)):
+        prep = _schedule(runs, work.num_sms)
+        serial = sum(prep.serial.values())
+        busy_in[kernel] = us.get(kernel, 0.0) * (min(1.0, sum(prep.load.values()) / serial) if serial else 0.0)
+
+    of_states = [us.get("cp_merge", 0.0), us["scan_states"]]
+    of_gradients = [us.get("cp_merge_gradients", 0.0), us["scan_state_gradients"]]
+    first, prep_gradients = us.get("cp_prep", 0.0), us.get("cp_prep_gradients", 0.0)
+    saved = 0.0
+    if first:  # made again: both preparations come before the rest
+        saved = first + prep_gradients - max(first, prep_gradients, sum(busy_in.values()))
     else:
-        of_states, of_gradients, beside = states, prep_gradients + merge_gradients + gradients, 0.0
-    shared = of_gradients - gradients + share * (states + gradients)
-    return beside + of_states + of_gradients - max(of_states, of_gradients, shared)
+        of_gradients.append(prep_gradients)
+    busy = scan_share * (us["scan_states"] + us["scan_state_gradients"]) + (0.0 if first else busy_in["cp_prep_gradients"])
+    ways = sum(of_states), sum(of_gradients)
+    return saved + sum(ways) - max(*ways, busy)
 
 
 def predict(

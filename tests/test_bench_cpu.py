@@ -596,6 +596,8 @@ def test_record_of_a_test_run():
         **{"commit": "abc", "gpu": "a GPU", "torch": "2", "tilelang": "0.1.15"},
         **{"passed": 5, "failed": 3, "skipped": 3, "seconds": 12.3, "date": "2026-01-01T00:00:00Z"},
     }
+    assert record_gpu.make_line(stats, 12.34, FACTS, collected=11) == line
+    assert record_gpu.make_line(stats, 12.34, FACTS, collected=20) == {**line, "unfinished": 9}
 
 
 def test_show_prints_what_was_recorded(tmp_path, capsys):

@@ -75,7 +75,9 @@ def test_lines_of_ours_need_green_tests():
         a_line(LONG, "fla", 0.8, day=2, commit=RED),
     ]
     assert rows_of(lines) == {(16, 64, "32768", "fast"): {"qla": 0.4, "fla": 0.8}}
-    assert not report.make_report("fwd", lines, RUNS).left_out, "the row has other lines"
+    assert not report.make_report("fwd", lines, RUNS).left_out
+    newer = report.make_report("fwd", [*lines, a_line(LONG, "qla", 0.1, day=5, commit=RED)], RUNS)
+    assert not newer.rows and list(newer.left_out.values()) == [1], "older figures would not be what the code does"
     refused = report.make_report("fwd", [lines[1], lines[1], a_line(MANY, "qla", 0.1, commit="ccccccc")], RUNS)
     assert not refused.rows and sorted(refused.left_out.values()) == [1, 1]
     assert any("failed" in reason for reason in refused.left_out) and any("no GPU tests" in reason for reason in refused.left_out)

@@ -188,7 +188,11 @@ LATER = "2026-01-02T00:00:00Z"
         ([], False, "no GPU tests of commit abcdef0 are recorded"),
         ([a_run("1234567")], False, "are recorded"),
         ([a_run("abcdef0-dirty")], False, "are recorded"),
-        ([a_run("abcdef0", passed=0)], False, "no GPU test of commit"),
+        ([a_run("abcdef0", passed=0)], False, "0 GPU tests of commit abcdef0 passed"),
+        ([a_run("abcdef0") | {"unfinished": 3}], False, "0 GPU tests of commit abcdef0 passed"),
+        ([a_run("1234567", passed=100), a_run("abcdef0", passed=50, date=LATER)], False, "50 GPU tests of commit abcdef0 passed"),
+        ([a_run("1234567", passed=100), a_run("abcdef0", passed=50, date=LATER), a_run("abcdef0", passed=45, date=LATER)], True, "passed"),
+        ([a_run("abcdef0", passed=50), a_run("1234567", passed=100, date=LATER)], True, "passed"),
         ([a_run("abcdef0", failed=2)], False, "2 GPU tests of commit abcdef0 failed"),
         ([a_run("abcdef0"), a_run("abcdef0", failed=1, date=LATER)], False, "failed"),
         ([a_run("abcdef0", failed=1, date=LATER), a_run("abcdef0")], False, "failed"),  # the date counts, not the place
