@@ -218,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--providers", default="qla,fla", metavar="NAME,..")
     parser.add_argument("--warps", type=_numbers, default=[], metavar="N,..", help="our kernel with so many warps a block as well")
     parser.add_argument("--reps", type=int, default=50)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--show", type=Path, default=None, metavar="FILE", help="print the table of recorded lines and stop")
     return parser
 
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         failed = True
                         continue
                     for record in row:
-                        append_line(args.out, record)
+                        append_line(args.results, record)
                     records += row
                     print(format_table(row).splitlines()[-1] if row else "nothing timed", file=sys.stderr, flush=True)
     print(format_table(records))

@@ -85,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheel", type=Path, help="a wheel that carries kernels")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="times that everything is measured (default: 2)")
     parser.add_argument("--devices", default="0", help="as of bench/first_call.py")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     args = parser.parse_args(argv)
     facts = environment() | {"cpus": len(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as folder:
         for record in measurements(Path(folder), args.wheel, args.rounds, ["--devices", args.devices, "--backward"]):
-            append_line(args.out, record | facts)
+            append_line(args.results, record | facts)
     return 0
 
 

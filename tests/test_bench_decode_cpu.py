@@ -30,7 +30,7 @@ def no_gpu(monkeypatch):
 
 def test_a_right_row_is_recorded_and_shown(tmp_path, capsys):
     out = tmp_path / "decode.jsonl"
-    assert decode.main(["--heads", "1/2", "--batches", "1,3", "--tokens", "2", "--providers", "qla", "--out", str(out)]) == 0
+    assert decode.main(["--heads", "1/2", "--batches", "1,3", "--tokens", "2", "--providers", "qla", "--results", str(out)]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(x["hk"], x["hv"], x["batch"], x["tokens"], x["provider"], x["us"]) for x in lines] == [
         (1, 2, 1, 2, "qla", 10.0), (1, 2, 3, 2, "qla", 10.0),
@@ -50,7 +50,7 @@ def test_a_wrong_row_is_not(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(decode, "step_of", wrong)
     out = tmp_path / "decode.jsonl"
-    assert decode.main(["--heads", "1/1", "--batches", "1", "--tokens", "1", "--out", str(out)]) == 1
+    assert decode.main(["--heads", "1/1", "--batches", "1", "--tokens", "1", "--results", str(out)]) == 1
     assert not out.exists() and "qla is wrong at (1, 1) heads, batch 1, 1 tokens" in capsys.readouterr().err
 
 
@@ -64,7 +64,7 @@ def test_a_peer_that_fails_is_left_out(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(decode, "step_of", step_of)
     out = tmp_path / "decode.jsonl"
-    options = ["--heads", "1/1", "--batches", "1", "--tokens", "1", "--providers", "qla,fla,another", "--out", str(out)]
+    options = ["--heads", "1/1", "--batches", "1", "--tokens", "1", "--providers", "qla,fla,another", "--results", str(out)]
     assert decode.main(options) == 0
     assert [json.loads(line)["provider"] for line in out.read_text().splitlines()] == ["qla"]
     err = capsys.readouterr().err
