@@ -5,8 +5,8 @@
 
 Read are RESULTS/fwd_*.jsonl and bwd_*.jsonl, except *.unpublished.jsonl. Of each row and provider the newest line counts. A row is
 left out if the GPU tests of that line's commit of qla are not green (bench/tested.py, RESULTS/gpu_tests.jsonl; a line may name the
-tested commit that stood for its own): older figures would not be what the code does. Peers do not change with qla: theirs may come from a run at an older commit. The table names the commits.
-What it says follows from the files alone, not from git or the machine.
+tested commit that stood for its own): older figures would not be what the code does. Peers do not change with qla: theirs may come
+from a run at an older commit. The table names the commits. What it says follows from the files alone, not from git or the machine.
 """
 
 from __future__ import annotations
