@@ -39,14 +39,19 @@ def calls(monkeypatch):
     return seen
 
 
+def make_config(model):
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+
+    return (Qwen3NextConfig if model == "qwen3_next" else Qwen3_5TextConfig)(**SIZES)
+
+
 def make_layer(model):
-    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
-    from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     torch.manual_seed(0)
-    if model == "qwen3_next":
-        return modeling_qwen3_next.Qwen3NextGatedDeltaNet(configuration_qwen3_next.Qwen3NextConfig(**SIZES), 0)
-    return modeling_qwen3_5.Qwen3_5GatedDeltaNet(configuration_qwen3_5.Qwen3_5TextConfig(**SIZES), 0)
+    return (Qwen3NextGatedDeltaNet if model == "qwen3_next" else Qwen3_5GatedDeltaNet)(make_config(model), 0)
 
 
 def run(model):
@@ -76,11 +81,36 @@ def test_layer_computes_the_same(model, calls):
 
 def test_all_models_are_reached():
     modules = [import_module(f"transformers.models.{model}.modeling_{model}") for model in plugin.MODELS]
-    own = [module.torch_chunk_gated_delta_rule for module in modules]
+    own = [(module.torch_chunk_gated_delta_rule, module.torch_recurrent_gated_delta_rule) for module in modules]
     plugin.enable()
     assert all(module.torch_chunk_gated_delta_rule is api.chunk_gated_delta_rule for module in modules)
+    assert all(module.torch_recurrent_gated_delta_rule is api.fused_recurrent_gated_delta_rule for module in modules)
     plugin.disable()
-    assert [module.torch_chunk_gated_delta_rule for module in modules] == own
+    assert [(module.torch_chunk_gated_delta_rule, module.torch_recurrent_gated_delta_rule) for module in modules] == own
+
+
+def decode(model, tokens=3):
+    """Outputs of a prompt and of some tokens after it, one at a time through the layer's cache."""
+    from transformers.cache_utils import DynamicCache
+
+    layer = make_layer(model)
+    x = torch.randn(2, 70 + tokens, 64, generator=torch.Generator().manual_seed(1))
+    cache = DynamicCache(config=make_config(model))
+    with torch.no_grad():
+        return [layer(part, cache) for part in (x[:, :70], *x[:, 70:].split(1, dim=1))]
+
+
+@pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
+def test_decoding_computes_the_same(model, calls, monkeypatch):
+    steps = []
+    original = api.fused_recurrent_gated_delta_rule
+    monkeypatch.setattr(api, "fused_recurrent_gated_delta_rule", lambda *args, **kwargs: steps.append(kwargs) or original(*args, **kwargs))
+    own = decode(model)
+    plugin.enable()
+    through = decode(model)
+    assert len(calls) == 1 and len(steps) == 3 and all(step["initial_state"] is not None for step in steps)
+    for got, expected in zip(through, own, strict=True):
+        assert_close(got, expected, 1e-4)
 
 
 def test_unknown_models(monkeypatch):
