@@ -8,6 +8,7 @@ gradients find their way back to its shapes and dtypes without help.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -388,14 +389,30 @@ def launch_backward(
     return dq, dk, dv, dg, dbeta, dh0
 
 
+class _SideStreams(threading.local):
+    """of_device: a stream for each device that the thread has used."""
+
+    def __init__(self) -> None:
+        self.of_device: dict[int, torch.cuda.Stream] = {}
+
+
+_side_streams = _SideStreams()
+
+
 class _Beside:
     """A second stream: what is launched inside ``with`` comes after all that was launched before, and runs beside what is launched after.
 
-    At ``join`` the current stream waits for it. Tensors that both streams use need no other care if they live until then.
+    At ``join`` the current stream waits for it. Tensors that both streams use need no other care if they live until then. It is the
+    thread's own, one for each device: each stream keeps some memory of PyTorch's for itself, and what one thread captures in a CUDA graph
+    is nobody else's.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.main, self.side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        self.main = torch.cuda.current_stream(device)
+        index = self.main.device_index
+        if index not in _side_streams.of_device:
+            _side_streams.of_device[index] = torch.cuda.Stream(device)
+        self.side = _side_streams.of_device[index]
         self.inside = torch.cuda.stream(self.side)
 
     def __enter__(self) -> None:

@@ -18,10 +18,10 @@ from inputs import LENGTHS_WITH_GAPS, cu_seqlens_of, make_inputs, make_state
 from numeric import assert_bitwise_equal, assert_close
 
 import qla
-from qla import autocp
+from qla import autocp, autograd
 from qla.api import _segmentation
 from qla.autocp import WHOLE, Plan
-from qla.autograd import LOG2E, head_slices, workspace_limit
+from qla.autograd import LOG2E, _Beside, head_slices, workspace_limit
 from qla.checks import check_inputs
 from qla.device import DeviceSpec
 from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
@@ -762,3 +762,48 @@ def test_cu_seqlens_of_either_width(rng):
     ]
     for a, b in zip(*results, strict=True):
         assert_bitwise_equal(a, b)
+
+
+class TestBeside:
+    """The second stream, with streams that note what they wait for."""
+
+    @pytest.fixture
+    def log(self, monkeypatch):
+        log = []
+
+        class Stream:
+            def __init__(self, device):
+                self.device_index, self.name = torch.device(device).index, f"side {sum(line.startswith('new') for line in log)}"
+                log.append(f"new {self.name} of {self.device_index}")
+
+            def wait_stream(self, other):
+                log.append(f"{self.name} waits for {other.name}")
+
+        class Main(Stream):
+            def __init__(self, device):
+                self.device_index, self.name = torch.device(device).index, "main"
+
+        monkeypatch.setattr(autograd, "_side_streams", autograd._SideStreams())
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", Main)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(log.append(f"inside {stream.name}")))
+        return log
+
+    def test_forks_and_joins(self, log):
+        beside = _Beside(torch.device("cuda:0"))
+        for part in range(2):
+            with beside:
+                log.append(f"launch {part}")
+        beside.join()
+        order = ["side 0 waits for main", "launch 0", "side 0 waits for main", "launch 1", "main waits for side 0"]
+        assert [line for line in log if "waits" in line or "launch" in line] == order
+
+    def test_one_for_each_thread_and_device(self, log):
+        def use(devices):
+            return [_Beside(torch.device(device)).side for device in devices]
+
+        first, again, other = use(["cuda:0", "cuda:0", "cuda:1"])
+        with ThreadPoolExecutor(1) as pool:
+            (elsewhere,) = pool.submit(use, ["cuda:0"]).result()
+        assert first is again and len({id(stream) for stream in (first, other, elsewhere)}) == 3
+        assert [stream.device_index for stream in (first, other, elsewhere)] == [0, 1, 0]
