@@ -1,11 +1,11 @@
-"""Coefficients of AutoCP's cost model (qla/autocp.py) from measured times of the kernels.
+"""Coefficients of AutoCP's cost model (qla/costs.py) from measured times of the kernels.
 
     python bench/fit_autocp.py --measure --budget 120           on a Hopper GPU; appends to bench/results/autocp_rows.jsonl
     python bench/fit_autocp.py --fit bench/results/autocp_rows.jsonl --out qla/autocp_coefficients.json
 
 A row is one kernel of one call, or what the call takes beyond its kernels ("launch"), a JSON object with the keys
 
-    kernel       a key of qla.autocp.FEATURES
+    kernel       a key of qla.costs.FEATURES
     hk, hv       key heads and value heads
     lengths      tokens of each sequence, a list
     plan         the fields of qla.autocp.Plan
@@ -47,8 +47,9 @@ from bench.kernels import ASSUMED, backward_kernel_calls, kernel_calls, problem_
 from bench.providers import own_call  # noqa: E402
 from bench.shapes import Shape  # noqa: E402
 from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
-from qla import autocp  # noqa: E402
-from qla.autocp import FEATURES, MAX_TOKENS, WHOLE, Coefficients, Gates, Plan, Problem, features, keeps_segment_states  # noqa: E402
+from qla import autocp, costs  # noqa: E402
+from qla.autocp import WHOLE, Coefficients, Gates, Plan, Problem  # noqa: E402
+from qla.costs import FEATURES, MAX_TOKENS, features, keeps_segment_states  # noqa: E402
 from qla.device import DeviceSpec, device_spec  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results" / "autocp_rows.jsonl"
@@ -161,7 +162,7 @@ def plans_of(problem: Problem, device: DeviceSpec) -> list[tuple[str, Plan]]:
         longest = max(problem.lengths or (problem.seq_len,))
         numbers = plan.num_segments(problem.num_seqs, problem.tokens, problem.seq_len)
         large = numbers * problem.value_heads > autocp.MAX_SEGMENT_HEADS
-        return autocp.MIN_SEGMENT <= plan.chunks_per_segment < -(-longest // autocp.CHUNK) and not large
+        return autocp.MIN_SEGMENT <= plan.chunks_per_segment < -(-longest // costs.CHUNK) and not large
 
     return [row for row in dict.fromkeys(rows) if fits(row[1])]
 

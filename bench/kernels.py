@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.cases import Case
 from bench.shapes import Shape
-from qla.autocp import CHUNK, FAST, WHOLE, Gates, Plan, Problem, keeps_segment_states, launches
+from qla.autocp import FAST, WHOLE, Gates, Plan, Problem
+from qla.costs import CHUNK, keeps_segment_states, launches
 
 Calls = dict[str, Callable[[], object]]
 # What a prediction assumes of the gates of a row: nothing warms up a slow head, and of mixed ones every fourth is slow.

@@ -68,7 +68,7 @@ from bench.records import (  # noqa: E402
 from bench.shapes import GATES, SETS, Shape, parse_shape  # noqa: E402
 from bench.tested import TESTS, verdict  # noqa: E402
 from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
-from qla import autocp  # noqa: E402
+from qla import autocp, costs  # noqa: E402
 from qla.autocp import WHOLE, Plan  # noqa: E402
 
 GIVE_BACK_ABOVE = 0.25  # of the GPU's memory: held by PyTorch and not in use, before it goes back to the driver
@@ -261,7 +261,7 @@ class Bench:
 
         device, problem = device_spec(case.q.device), problem_of(row.shape)
         plan = autocp.plan(problem, device)
-        us = autocp.predict(problem, device.sm_count, plan, ASSUMED[row.gates], self.direction == "bwd").total
+        us = costs.predict(problem, device.sm_count, plan, ASSUMED[row.gates], self.direction == "bwd").total
         row.predicted_ms = us / 1e3
         return plan, {"plan": asdict(plan), "predicted_us": round(us, 2)}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla import autocp
+from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
 from qla.device import device_spec
 from qla.reference import CHUNK
@@ -252,9 +252,9 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 def _worth_keeping(cut: Cut, saved: Sequence[Tensor | None]) -> Cut:
-    """``cut`` with the states and transitions, if they take at most autocp.KEPT_SHARE of what the other tensors take, else without."""
+    """``cut`` with the states and transitions, if they take at most costs.KEPT_SHARE of what the other tensors take, else without."""
     taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut.tensors[2:], saved))
-    return cut if taken <= autocp.KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+    return cut if taken <= costs.KEPT_SHARE * others else replace(cut, states=None, transitions=None)
 
 
 def only_once(grads: Iterable[Tensor | None], needed: Sequence[bool], like: Tensor) -> list[Tensor | None]:

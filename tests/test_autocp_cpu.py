@@ -14,8 +14,9 @@ from bench import fit_autocp, timing
 from bench.kernels import ASSUMED
 from bench.kernels import problem_of as problem_of_shape
 from bench.shapes import Shape
-from qla import autocp
-from qla.autocp import CHUNK, FAST, WHOLE, Coefficients, Gates, Plan, Problem, explain_plan, packed_segment_base, plan, predict, segments
+from qla import autocp, costs
+from qla.autocp import FAST, WHOLE, Coefficients, Gates, Plan, Problem, explain_plan, plan
+from qla.costs import CHUNK, packed_segment_base, predict, segments
 from qla.device import DeviceSpec
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -97,10 +98,10 @@ def list_scheduling(chunks: list[int], num_sms: int) -> int:
 @SETTINGS
 def test_schedule_is_list_scheduling(runs, num_sms):
     # In units in which a block costs as much as a chunk.
-    weights = {1: autocp.BLOCK_WEIGHT}
+    weights = {1: costs.BLOCK_WEIGHT}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autocp, "CHUNK_WEIGHT", weights)
-        busy = autocp._schedule([(chunks, 1, number) for chunks, number in runs], num_sms)
+        patch.setattr(costs, "CHUNK_WEIGHT", weights)
+        busy = costs._schedule([(chunks, 1, number) for chunks, number in runs], num_sms)
     blocks = [chunks for chunks, number in runs for _ in range(number)]
     assert busy.serial[1] + busy.blocks == list_scheduling(blocks, num_sms)
     assert busy.load[1] == pytest.approx(sum(blocks) / num_sms)
@@ -110,10 +111,10 @@ def test_schedule_is_list_scheduling(runs, num_sms):
 @SETTINGS
 def test_a_cut_walks_every_chunk_and_its_warmups(lengths, limit, split, warmup):
     problem = problem_of(1, 3, lengths)
-    counted = autocp.features("fwd_fused", problem, 1, Plan(limit, split, 3, 3, 0), Gates(warmup))
+    counted = costs.features("fwd_fused", problem, 1, Plan(limit, split, 3, 3, 0), Gates(warmup))
     cuts = [cut for length in lengths for cut in segments(-(-length // CHUNK), limit)]
     chunks = sum(end - first + min(first, warmup) for first, end in cuts)
-    assert counted[autocp.CUT_CHUNK[split]] == counted[f"crowding_{split}"] == chunks * 3 * split
+    assert counted[costs.CUT_CHUNK[split]] == counted[f"crowding_{split}"] == chunks * 3 * split
     assert counted["chunk_2"] == 0
     assert counted["block"] == len(cuts) * 3 * split
     assert counted["leave"] == 2 * 3 * Plan(limit, 1, 0, 0, 0).num_segments(len(lengths), sum(lengths), 0) - counted["block"]
@@ -122,20 +123,20 @@ def test_a_cut_walks_every_chunk_and_its_warmups(lengths, limit, split, warmup):
 def test_slow_heads_are_served_as_the_plan_says():
     problem, slow = batch_of(1, 4, 1, 64 * 64), Gates(slow=1.0)
     serial = Plan(16, 1, 2, 4, 0)
-    assert autocp.features("fwd_fused", problem, 132, serial, slow)["chunk_half"] == 64
-    assert autocp.features("cp_prep", problem, 132, serial, slow)["chunk_2"] == 0
-    assert autocp.features("fwd_fused", problem, 4, serial, slow)["chunk_1"] == 64, "no two blocks a head on four SMs"
+    assert costs.features("fwd_fused", problem, 132, serial, slow)["chunk_half"] == 64
+    assert costs.features("cp_prep", problem, 132, serial, slow)["chunk_2"] == 0
+    assert costs.features("fwd_fused", problem, 4, serial, slow)["chunk_1"] == 64, "no two blocks a head on four SMs"
     transition = replace(serial, max_transition_heads=4)
-    assert autocp.features("fwd_fused", problem, 132, transition, slow)["chunk_1"] == 16
-    assert autocp.features("cp_prep", problem, 132, transition, slow)["crowding"] * 132 == pytest.approx(4 * (1 + 2 + 2) * 16)
-    assert autocp.features("cp_prep_gradients", problem, 132, transition, slow)["crowding"] * 132 == pytest.approx(4 * 3 * 16)
+    assert costs.features("fwd_fused", problem, 132, transition, slow)["chunk_1"] == 16
+    assert costs.features("cp_prep", problem, 132, transition, slow)["crowding"] * 132 == pytest.approx(4 * (1 + 2 + 2) * 16)
+    assert costs.features("cp_prep_gradients", problem, 132, transition, slow)["crowding"] * 132 == pytest.approx(4 * 3 * 16)
     # The second segment's state is exact, so that the chain has two steps; a head has a block for each half of V.
-    assert autocp.features("cp_merge", problem, 132, transition, slow) == {"base": 1, "block": 1, "step": 2}
-    assert autocp.features("cp_merge_gradients", problem, 4, transition, slow) == {"base": 1, "block": 2, "step": 4}
-    assert autocp.features("cp_merge", problem, 132, replace(transition, max_transition_heads=3), slow)["block"] == 0
+    assert costs.features("cp_merge", problem, 132, transition, slow) == {"base": 1, "block": 1, "step": 2}
+    assert costs.features("cp_merge_gradients", problem, 4, transition, slow) == {"base": 1, "block": 2, "step": 4}
+    assert costs.features("cp_merge", problem, 132, replace(transition, max_transition_heads=3), slow)["block"] == 0
     # Warm-up that reaches the start of the sequence serves any gates.
-    assert autocp.features("cp_prep", problem, 132, Plan(32, 1, 2, 32, 0), slow)["chunk_2"] == 32
-    prepared = autocp.features("cp_prep", problem, 132, serial, Gates(3))
+    assert costs.features("cp_prep", problem, 132, Plan(32, 1, 2, 32, 0), slow)["chunk_2"] == 32
+    prepared = costs.features("cp_prep", problem, 132, serial, Gates(3))
     assert prepared["crowding"] * 132 == pytest.approx(4 * 3 * 3)
 
 
@@ -159,7 +160,7 @@ def test_more_work_is_never_predicted_cheaper(heads, lengths, plan, gates, backw
 
 
 def same_split(a, b):
-    return len({autocp.whole_split(problem.num_seqs * problem.value_heads, 132) for problem in (a, b)}) == 1
+    return len({costs.whole_split(problem.num_seqs * problem.value_heads, 132) for problem in (a, b)}) == 1
 
 
 def test_kernels_of_a_call():
@@ -174,14 +175,14 @@ def test_kernels_of_a_call():
             expected = [*added, *scans] if backward else ["kkt_solve", *added, "fwd_fused"]
             more = ["beside", "launch"] if backward else ["launch"]
             assert list(predict(problem, 132, of_plan, backward=backward).us) == [*expected, *more]
-            assert autocp.features("launch", problem, 132, of_plan, FAST, backward) == {"call": 1, "kernel": len(expected)}
-    assert autocp.launches(cut, backward=True) == [*before, *scans]
+            assert costs.features("launch", problem, 132, of_plan, FAST, backward) == {"call": 1, "kernel": len(expected)}
+    assert costs.launches(cut, backward=True) == [*before, *scans]
     short = replace(cut, chunks_per_segment=2)
     assert list(predict(problem, 132, short, backward=True).us) == [*before, *scans, "beside", "launch"]
-    assert {*before, *scans, "kkt_solve", "cp_plan", "fwd_fused", "launch"} == set(autocp.FEATURES)
+    assert {*before, *scans, "kkt_solve", "cp_plan", "fwd_fused", "launch"} == set(costs.FEATURES)
     whole = predict(problem, 132, WHOLE)
     for kernel, time in whole.us.items():
-        assert time == pytest.approx(Coefficients.load().time(kernel, autocp.features(kernel, problem, 132, WHOLE)))
+        assert time == pytest.approx(Coefficients.load().time(kernel, costs.features(kernel, problem, 132, WHOLE)))
     assert whole.total == pytest.approx(sum(whole.us.values()))
 
 
@@ -189,20 +190,20 @@ def test_scans_share_items_as_their_launcher_does():
     """By the number of heads, whatever the plan: two blocks for each item where that does not add waves to an uncut call."""
     for value_heads, length, blocks in ((8, 32, 2), (8, 64, 2), (72, 64, 1)):
         for split in (1, 2):
-            counted = autocp.features("scan_states", batch_of(2, value_heads, 1, 32768), 132, Plan(length, split, 1, 1, 0))
+            counted = costs.features("scan_states", batch_of(2, value_heads, 1, 32768), 132, Plan(length, split, 1, 1, 0))
             assert counted[f"chunk_{blocks}"] > length and counted[f"chunk_{3 - blocks}"] == 0
 
 
 def test_what_the_small_kernels_count():
     problem, slow = batch_of(8, 32, 1, 32768), Gates(slow=1.0)
     cut = Plan(128, 1, 1, 48, 0)
-    assert autocp.features("cp_plan", problem, 132, cut)["look"] == 1, "both directions at once"
-    assert autocp.features("cp_plan", problem, 132, cut, slow)["look"] == 6
-    assert autocp.features("cp_plan", problem, 132, replace(cut, max_transition_heads=1), slow)["look"] == 6 + 2, "does it grow?"
-    assert autocp.features("kkt_solve", problem, 132, WHOLE)["bound"] == 0
-    assert autocp.features("kkt_solve", problem, 132, cut)["bound"] == 512 * 32
+    assert costs.features("cp_plan", problem, 132, cut)["look"] == 1, "both directions at once"
+    assert costs.features("cp_plan", problem, 132, cut, slow)["look"] == 6
+    assert costs.features("cp_plan", problem, 132, replace(cut, max_transition_heads=1), slow)["look"] == 6 + 2, "does it grow?"
+    assert costs.features("kkt_solve", problem, 132, WHOLE)["bound"] == 0
+    assert costs.features("kkt_solve", problem, 132, cut)["bound"] == 512 * 32
     # Blocks with nothing to do cost nothing while SMs are idle.
-    assert autocp.features("fwd_fused", problem, 132, cut, slow)["leave"] == pytest.approx((256 - 64) / 132 * 64 / 132)
+    assert costs.features("fwd_fused", problem, 132, cut, slow)["leave"] == pytest.approx((256 - 64) / 132 * 64 / 132)
 
 
 @hypothesis.given(items=st.integers(1, 3000), num_sms=st.integers(1, 200))
@@ -210,7 +211,7 @@ def test_what_the_small_kernels_count():
 def test_split_of_whole_sequences_is_the_launchers(items, num_sms):
     half, whole = -(-2 * items // num_sms) * 1.3, -(-items // num_sms) * 2.0
     if half != pytest.approx(whole):
-        assert autocp.whole_split(items, num_sms) == (2 if half < whole else 1)
+        assert costs.whole_split(items, num_sms) == (2 if half < whole else 1)
 
 
 # The choice
@@ -347,7 +348,7 @@ def test_explanation():
         (lambda: Gates(-1), "warmup"),
         (lambda: Gates(slow=1.1), "slow"),
         (lambda: predict(Problem(1, 1, 1, 64), 0, WHOLE), "num_sms"),
-        (lambda: autocp.features("other", Problem(1, 1, 1, 64), 132, WHOLE), "kernel"),
+        (lambda: costs.features("other", Problem(1, 1, 1, 64), 132, WHOLE), "kernel"),
         (lambda: explain_plan(1, 1, [64], num_sms=0), "num_sms"),
         (lambda: explain_plan(1, 1, ["64"]), "lengths"),
         (lambda: Coefficients({}), "coefficients"),
@@ -361,12 +362,12 @@ def test_bad_input(make, name):
 
 def test_imports_neither_torch_nor_tilelang():
     code = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('autocp', {str(Path(autocp.__file__))!r})\n"
-        "module = sys.modules['autocp'] = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
-        "assert module.segments(5, 2) == [(0, 1), (1, 3), (3, 5)]\n"
-        "print([name for name in ('torch', 'tilelang', 'tvm', 'numpy', 'qla') if name in sys.modules])"
+        "import sys, types\n"
+        "package = sys.modules['qla'] = types.ModuleType('qla')\n"  # without what qla/__init__.py imports
+        f"package.__path__ = [{str(Path(autocp.__file__).parent)!r}]\n"
+        "from qla import autocp, costs\n"
+        "assert costs.segments(5, 2) == [(0, 1), (1, 3), (3, 5)]\n"
+        "print([name for name in ('torch', 'tilelang', 'tvm', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -379,7 +380,7 @@ def test_imports_neither_torch_nor_tilelang():
 def synthetic_rows(table: dict[str, dict[str, float]]) -> list[dict[str, object]]:
     """Times that follow the model exactly, for every kernel and all of its features."""
     rows: list[dict[str, object]] = []
-    for kernel, names in autocp.FEATURES.items():
+    for kernel, names in costs.FEATURES.items():
         for hk, hv, lengths in (
             (2, 8, [32768]),
             (8, 32, [8192]),
@@ -402,7 +403,7 @@ def synthetic_rows(table: dict[str, dict[str, float]]) -> list[dict[str, object]
 
 
 def test_fit_recovers_known_coefficients(tmp_path, capsys):
-    table = {kernel: {name: 0.3 + 0.1 * n for n, name in enumerate(names)} for kernel, names in autocp.FEATURES.items()}
+    table = {kernel: {name: 0.3 + 0.1 * n for n, name in enumerate(names)} for kernel, names in costs.FEATURES.items()}
     rows = synthetic_rows(table)
     fitted = fit_autocp.fit(rows)
     for kernel, row in table.items():
@@ -467,7 +468,7 @@ def test_measured_rows_are_what_the_fit_reads(backward, tmp_path, monkeypatch):
     def calls_of(direction):
         def calls(case, cut):
             state.update(plan=cut, gates=ASSUMED[case.gates], backward=direction)
-            return {kernel: lambda kernel=kernel: kernel for kernel in autocp.launches(cut, direction)}
+            return {kernel: lambda kernel=kernel: kernel for kernel in costs.launches(cut, direction)}
 
         return calls
 

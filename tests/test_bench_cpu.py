@@ -17,7 +17,7 @@ from bench.cases import errors, expected_slices, make_case, make_gates
 from bench.gradients import NAMES, expected_gradients, gradient_errors
 from bench.providers import PROVIDERS, Call, Provider, own_call
 from bench.shapes import BACKWARD_SETS, SETS, Shape, parse_lengths, parse_shape
-from qla import autocp
+from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
 
 FACTS = {"gpu": "a GPU", "torch": "2", "tilelang": "0.1.15", "commit": "abc", "date": "2026-01-01T00:00:00Z"}
@@ -511,14 +511,14 @@ def test_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch, capsys):
     plan, between, _ = CUTS[cut]
     fake = FakeKernels(monkeypatch, plan)
     names, packed = ["kkt_solve", *between, "fwd_fused"], lengths != "64"
-    assert names == autocp.launches(plan, backward=False)
+    assert names == costs.launches(plan, backward=False)
     bench = make_bench(tmp_path, [fake_provider("qla")], {"qla": 0.5, **dict.fromkeys(names, 0.2)}, kernels=True, ready_up=run_once)
     shape = Shape(1, 2, lengths)
     bench.run_shape(shape, ["fast"])
     own, *lines = (json.loads(line) for line in bench.path.read_text().splitlines())
     assert [line["provider"] for line in lines] == [f"qla:{name}" for name in names]
     assert own["provider"] == "qla" and Plan(**own["plan"]) == plan
-    predicted = autocp.predict(kernels.problem_of(shape), 132, plan).total
+    predicted = costs.predict(kernels.problem_of(shape), 132, plan).total
     assert own["predicted_us"] == pytest.approx(predicted, abs=0.01)
     said = capsys.readouterr().out
     assert f"predicted {predicted:.1f} us, off by {predicted / 500 - 1:+.1%}" in said
@@ -548,7 +548,7 @@ def test_backward_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch):
     plan, _, before = CUTS[cut]
     fake = FakeKernels(monkeypatch, plan)
     names = [*before, "scan_states", "scan_state_gradients", "bwd_fused"]
-    assert names == autocp.launches(plan, backward=True)
+    assert names == costs.launches(plan, backward=True)
     milliseconds = dict.fromkeys(["qla", *names], 0.1)
     bench = make_bench(tmp_path, [fake_provider("qla")], milliseconds, kernels=True, direction="bwd", ready_up=run_once)
     bench.run_kernels(records.Row(Shape(1, 2, lengths), "fast"), make_case(Shape(1, 2, lengths), "fast", "cpu"), plan)

@@ -34,7 +34,8 @@ from problems import (
 )
 
 import qla
-from qla.autocp import WHOLE, Plan, packed_segment_base, segments
+from qla.autocp import WHOLE, Plan
+from qla.costs import packed_segment_base, segments
 
 pytestmark = gpu_marks(NAN_FILLED)
 
@@ -200,7 +201,7 @@ def test_kept_states_are_those_made_again(plan, rng, monkeypatch):
     losses = make_losses(rng, x)
     found = []
     for share in (0.0, 1e6):
-        monkeypatch.setattr("qla.autocp.KEPT_SHARE", share)
+        monkeypatch.setattr("qla.costs.KEPT_SHARE", share)
         found.append(gradients_of(x, losses, lambda y: y.run(auto_cp=PLANS[plan])))
     assert_same_gradients(*found, "kept")
 

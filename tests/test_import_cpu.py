@@ -46,7 +46,7 @@ def test_every_module_imports_without_a_gpu():
         "assert not torch.cuda.is_initialized()\n"
         "print(*names)"
     )
-    host = ("api", "autocp", "autograd", "checks", "demo", "device", "ops", "reference", "startup")
+    host = ("activations", "api", "autocp", "autograd", "checks", "costs", "demo", "device", "ops", "reference", "startup")
     others = ("integrations.fla", "integrations.transformers", "kernels")
     assert {f"qla.{name}" for name in (*host, *others)} <= set(out.split())
 

@@ -522,7 +522,7 @@ class TestCutCalls:
 
     def test_backward_does_not_repeat_what_was_kept(self, kernels, plan, problem, monkeypatch):
         """Where states and transitions take little beside the rest, which nothing this small does by itself."""
-        monkeypatch.setattr("qla.autocp.KEPT_SHARE", 1e6)
+        monkeypatch.setattr("qla.costs.KEPT_SHARE", 1e6)
         inputs, start, options, _ = problem
         leaves = [*inputs.leaves(), start.clone().requires_grad_()]
         o, _ = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], auto_cp=plan, **options)

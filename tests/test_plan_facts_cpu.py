@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tilelang")
-from qla import autocp  # noqa: E402
+from qla import costs  # noqa: E402
 from qla.kernels import cp_plan as plan  # noqa: E402
 from qla.kernels import ws  # noqa: E402
 from tests.lowered import generated  # noqa: E402
@@ -107,8 +107,8 @@ def test_numbers_in_the_docstring():
     flags = re.findall(r"^ +(?:flags +)?(\d+) +(?:starts|\.\.|two)", plan.__doc__, re.M)
     assert [int(flag) for flag in flags] == [ws.FROM_STATE, ws.FROM_SEGMENT, ws.PREP_FROM_STATE, ws.WITH_TRANSITION, ws.SPLIT]
     assert f"flags | sequence << {ws.SEQ_SHIFT}" in plan.__doc__
-    assert f"one block of {plan.THREADS} threads" in plan.__doc__ and autocp.PLAN_THREADS == plan.THREADS
-    assert int(re.search(r"kAtOnce = (\d+)", OWN)[1]) == autocp.PLAN_LOADS
+    assert f"one block of {plan.THREADS} threads" in plan.__doc__ and costs.PLAN_THREADS == plan.THREADS
+    assert int(re.search(r"kAtOnce = (\d+)", OWN)[1]) == costs.PLAN_LOADS
 
 
 def test_shared_memory_and_barriers_in_docstring():
@@ -125,5 +125,5 @@ def test_numbers_of_segments_are_those_of_the_host():
     assert "return ((offset(p, n) >> 6) + n) / p.segment_chunks + n;" in OWN
     merge = (Path(ws.__file__).parent / "cp_merge.cuh").read_text()
     assert "seq_len > 0 ? seq * count : ((begin >> 6) + seq) / segment_chunks + seq;" in merge
-    assert "(first_token // CHUNK + seq) // chunks_per_segment + seq" in inspect.getsource(autocp.packed_segment_base)
-    assert "(int)((long long)j * chunks / count)" in OWN and "j * chunks // count" in inspect.getsource(autocp.segments)
+    assert "(first_token // CHUNK + seq) // chunks_per_segment + seq" in inspect.getsource(costs.packed_segment_base)
+    assert "(int)((long long)j * chunks / count)" in OWN and "j * chunks // count" in inspect.getsource(costs.segments)
