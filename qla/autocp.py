@@ -311,12 +311,13 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
     problem = Problem(key_heads, value_heads, len(lengths), tokens, seq_len, lengths)
     coefficients = Coefficients.load()
     chosen = _plan(problem, num_sms, coefficients)
+    forward = replace(chosen, whole_backward=False)  # as the candidates, of which it is one
     hypotheses = possible_lengths(problem)
     cuts = _candidates(problem, hypotheses, num_sms, coefficients) if tokens else []
     rows = [WHOLE] if chosen.chunks_per_segment or chosen == WHOLE else [WHOLE, chosen]
     for cut in cuts:
         variants = _variants(problem, hypotheses, num_sms, cut, coefficients)
-        rows.append(chosen if chosen in variants else variants[0])
+        rows.append(forward if forward in variants else variants[0])
 
     def us(plan: Plan, gates: Gates, backward: bool = backward) -> float:
         return predict_sequences(problem, hypotheses[0], num_sms, plan, gates, backward, coefficients).total
@@ -335,7 +336,7 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
         lines.append(f"lambda * sqrt(N), split {split}: {factor:.2f} * sqrt({longest}) = {start:.1f} chunks a segment")
     lines.append(f"  {'plan':<28}{'fast gates':>12}{'slow gates':>12}")
     for row in sorted(rows, key=lambda plan: us(plan, FAST)):
-        mark = "*" if row == chosen else " "
+        mark = "*" if row == (chosen.of_backward if backward and chosen.whole_backward else forward) else " "
         lines.append(f"{mark} {name(row):<28}{us(row, FAST):12.1f}{us(row, Gates(slow=1.0)):12.1f}")
     whole, fast = us(WHOLE, FAST, False), us(chosen, FAST, False)
     if chosen.chunks_per_segment:

@@ -230,8 +230,13 @@ def check_plan(problem: Problem) -> Plan:
     whole, known = us(problem, WHOLE), problem.lengths is not None or problem.seq_len > 0 or problem.num_seqs == 1
     if known:
         assert us(problem, made) <= 0.97 * whole
+    backward = us(problem, WHOLE, FAST, True)
+    if known:
+        assert us(problem, made, FAST, True) <= (1 if made.whole_backward else 0.97) * backward + 1e-6
     for share in autocp.SLOW_SHARES:
-        assert us(problem, made, Gates(slow=share)) <= (1.01 if known else 1.25) * whole + 1e-6
+        allowed = 1.01 if known else 1.25
+        assert us(problem, made, Gates(slow=share)) <= allowed * whole + 1e-6
+        assert us(problem, made, Gates(slow=share), True) <= allowed * backward + 1e-6
     return made
 
 
@@ -320,6 +325,16 @@ def test_explanation():
         text = explain_plan(16, 64, lengths)
         assert "Chosen: uncut" in text and "* uncut" in text
     assert "backward" in explain_plan(2, 8, [24576, 8192], backward=True)
+
+
+def test_explanation_where_the_backward_stays_uncut():
+    """Its row is marked in either table: the cut in that of the forward pass, uncut in that of the backward one."""
+    made = plan(batch_of(8, 32, 1, 32768), H200)
+    assert made.chunks_per_segment and made.whole_backward and made.of_backward == WHOLE
+    for backward, name in ((False, f"segments of {made.chunks_per_segment}, split {made.split}"), (True, "uncut")):
+        text = explain_plan(8, 32, [32768], backward=backward)
+        (marked,) = (line for line in text.splitlines() if line.startswith("* "))
+        assert marked.startswith(f"* {name} ") and "the backward pass, which gains less, stays uncut" in text
 
 
 # Bad input

@@ -206,6 +206,17 @@ def test_kept_states_are_those_made_again(plan, rng, monkeypatch):
     assert_same_gradients(*found, "kept")
 
 
+@pytest.mark.parametrize("plan", ["split", "all three"])
+def test_whole_backward_of_a_cut_forward(plan, rng):
+    """The results are those of the cut, the gradients the bits of an uncut call."""
+    x = gated(rng, "mixed", LENGTHS[1])
+    losses = make_losses(rng, x)
+    mixed = dataclasses.replace(PLANS[plan], whole_backward=True)
+    assert_same_bits(x.run(auto_cp=mixed), x.run(auto_cp=PLANS[plan]), "forward")
+    whole = gradients_of(x, losses, lambda y: y.run(auto_cp=False))
+    assert_same_gradients(gradients_of(x, losses, lambda y: y.run(auto_cp=mixed)), whole, "backward")
+
+
 @pytest.mark.parametrize("gates", ["none", "mixed", "fast"])
 def test_default_on_a_long_sequence(gates, rng):
     x = gated(rng, gates, [32768 if DEVICE != "cpu" else 500], (2, 8))
