@@ -41,7 +41,7 @@ def gradients(function, inputs, grads):
     results = function(*leaves)
     found = torch.autograd.grad(results, leaves, [d.to(r.dtype) for d, r in zip(grads, results, strict=True)])
     assert all(d.dtype == x.dtype and d.shape == x.shape for d, x in zip(found, inputs, strict=True))
-    return [*results, *found]
+    return [*(result.detach() for result in results), *found]
 
 
 @DTYPES

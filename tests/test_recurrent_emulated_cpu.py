@@ -1,15 +1,6 @@
-"""The recurrent kernel's generated code on a CPU, lane by lane: compiled by g++, its warps as fibers that meet at shuffles.
-
-What is tested is the text that nvcc gets, with stand-ins for the few CUDA words in it, against the float64 reference.
-"""
+"""The recurrent kernel's generated code on a CPU (``emulated``), against the float64 reference."""
 
 from __future__ import annotations
-
-import ctypes
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,123 +13,10 @@ from qla.reference import recurrent_gated_delta_rule
 
 pytest.importorskip("tilelang")
 from qla.kernels import recurrent as kernel  # noqa: E402
-from tests.lowered import generated  # noqa: E402
+from tests.emulated import COMPILER, Emulated  # noqa: E402
 
-COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-DEVICE_CODE = Path(kernel.__file__).with_suffix(".cuh")
 EXACT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}  # of o, which is rounded to the dtype
-
-PRELUDE = r"""
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <ucontext.h>
-#include <vector>
-using std::max; using std::min;
-#define __device__
-#define __forceinline__ inline
-typedef unsigned uint;
-typedef _Float16 half_t;
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static float __uint_as_float(unsigned x) { float d; std::memcpy(&d, &x, 4); return d; }
-static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-template <typename T> static T __ldg(const T* p) { return *p; }
-struct bfloat16_t {
-  unsigned short bits;
-  bfloat16_t() = default;
-  explicit bfloat16_t(float x) { unsigned u; std::memcpy(&u, &x, 4); bits = (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
-  operator float() const { return __uint_as_float((unsigned)bits << 16); }
-};
-struct Index { int x; };
-static Index threadIdx, blockIdx;
-static ucontext_t scheduler, fibers[32];
-static float slots[2][32];
-static int round_of[32];
-static float __shfl_xor_sync(unsigned, float v, int delta, int) {
-  const int thread = threadIdx.x, lane = thread % 32, turn = round_of[lane]++ & 1;
-  slots[turn][lane] = v;
-  swapcontext(&fibers[lane], &scheduler);
-  threadIdx.x = thread;
-  return slots[turn][lane ^ delta];
-}
-"""
-
-DRIVER = r"""
-static const void** arguments;
-static bool done[32];
-static void lane_main() {
-  const int lane = threadIdx.x % 32;
-  KERNEL_CALL;
-  done[lane] = true;
-}
-extern "C" void launch(const void** given, int blocks, int threads) {
-  arguments = given;
-  std::vector<char> stacks(32 << 18);
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (int warp = 0; warp < threads / 32; ++warp) {
-      for (int lane = 0; lane < 32; ++lane) {
-        getcontext(&fibers[lane]);
-        fibers[lane].uc_stack.ss_sp = stacks.data() + (lane << 18);
-        fibers[lane].uc_stack.ss_size = 1 << 18;
-        fibers[lane].uc_link = &scheduler;
-        makecontext(&fibers[lane], lane_main, 0);
-        done[lane] = false;
-        round_of[lane] = 0;
-      }
-      for (bool left = true; left;) {
-        left = false;
-        for (int lane = 0; lane < 32; ++lane)
-          if (!done[lane]) { left = true; threadIdx.x = 32 * warp + lane; swapcontext(&scheduler, &fibers[lane]); }
-      }
-    }
-}
-"""
-
-
-class Emulated:
-    """A kernel of one config, called as ``build(cfg)`` is."""
-
-    C_TYPES = {"int": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
-
-    def __init__(self, cfg: kernel.RecurrentConfig, folder: Path) -> None:
-        self.cfg = cfg
-        _, code = generated(kernel, cfg)
-        head, body = re.fullmatch(r"__launch_bounds__\(\d+, \d+\) \w+\((.*?)\) (\{.*)", code, re.S).groups()
-        self.parameters = [
-            (re.sub(r"const|__restrict__", "", kind).strip(), name) for kind, name in re.findall(r"([^,]+?)\s*\b(\w+)(?:,|$)", head)
-        ]
-        self.by_call = [parameter.name.removesuffix("_handle") for parameter in kernel.prim_func(cfg).params]
-        device = re.sub(r"float d;\s*asm\(.*?\);", "half_t h; unsigned short s = bits; std::memcpy(&h, &s, 2); float d = h;",
-                        DEVICE_CODE.read_text(), flags=re.S)  # fmt: skip
-        passed = ", ".join(
-            f"({kind})arguments[{i}]" if kind.endswith("*") else f"*({kind}*)arguments[{i}]" for i, (kind, _) in enumerate(self.parameters)
-        )
-        source = folder / f"{cfg.name}.cpp"
-        text = [PRELUDE, device, f"static void kernel({head}) {body}", DRIVER.replace("KERNEL_CALL", f"kernel({passed})")]
-        source.write_text("\n".join(text))
-        library = source.with_suffix(".so")
-        command = [COMPILER, "-std=c++20", "-O0", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", str(source), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        self.launch = ctypes.CDLL(str(library)).launch
-
-    def __call__(self, *arguments: object) -> None:
-        values = dict(zip(self.by_call, arguments, strict=True))
-        kept, pointers = [], []
-        for kind, name in self.parameters:
-            if name in ("Q", "K", "V", "O", "H0", "HT"):
-                assert values[name].dim() == 1
-                assert values[name].data_ptr() % (4 * values[name].element_size()) == 0
-                pointers.append(ctypes.c_void_p(values[name].data_ptr()))
-            else:
-                kept.append(self.C_TYPES[kind](values.get(name, 0)))
-                pointers.append(ctypes.cast(ctypes.pointer(kept[-1]), ctypes.c_void_p))
-        blocks = values["num_seqs"] * values["heads"] * values["parts"]
-        self.launch((ctypes.c_void_p * len(pointers))(*pointers), blocks, self.cfg.threads)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +26,8 @@ def emulate(tmp_path_factory):
 
     def build(cfg):
         if cfg not in made:
-            made[cfg] = Emulated(cfg, tmp_path_factory.mktemp("emulated"))
+            grid = lambda values: (values["num_seqs"] * values["heads"] * values["parts"], 1)  # noqa: E731
+            made[cfg] = Emulated(kernel, cfg, tmp_path_factory.mktemp("emulated"), grid)
         return made[cfg]
 
     return build

@@ -1,0 +1,98 @@
+"""The generated code of l2norm and gates on a CPU (``emulated``): what test_activations.py asks of the kernels, on small shapes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import test_activations as on_gpu
+import torch
+from problems import NAN_FILLED, nan_filled_empty  # noqa: F401
+
+from qla import activations
+from qla.device import DeviceSpec
+
+pytest.importorskip("tilelang")
+from qla.kernels import gates, l2norm  # noqa: E402
+from tests.emulated import COMPILER, Emulated  # noqa: E402
+
+pytestmark = [NAN_FILLED, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+GRIDS = {
+    l2norm: lambda values: (values["num_blocks"], 2),
+    gates: lambda values: (values["num_blocks"], -(-values["HV"] // gates.THREADS)),
+}
+
+
+def sizes(values):
+    """What the kernels take from their tensors' shapes."""
+    shaped = next(values[name] for name in ("Yq", "G", "DG") if name in values)
+    blocks = {"num_blocks": len(values["Sums"])} if "Sums" in values else {}
+    return {"N": shaped.shape[0], "H" if "Yq" in values else "HV": shaped.shape[1], **blocks}
+
+
+@pytest.fixture(scope="module")
+def emulate(tmp_path_factory):
+    """build() of emulated kernels, by module."""
+    made = {}
+
+    def builder(module):
+        def build(cfg):
+            if cfg not in made:
+                made[cfg] = Emulated(module, cfg, tmp_path_factory.mktemp("emulated"), GRIDS[module], sizes)
+            return made[cfg]
+
+        return build
+
+    return builder
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch, emulate):
+    monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
+    for module in (l2norm, gates):
+        monkeypatch.setattr(module, "build", emulate(module))
+    monkeypatch.setattr(activations, "device_spec", lambda device: DeviceSpec(index=0, capability=(9, 0), sm_count=2))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 35, 2), (1, 9, 5)], ids=str)
+def test_norms(shape, dtype, rng):
+    on_gpu.test_norms(shape, dtype, rng)
+
+
+def test_norms_of_slices_of_a_projection(rng):
+    on_gpu.test_norms_of_slices_of_a_projection(torch.bfloat16, rng)
+
+
+@DTYPES
+def test_rows_of_zeros_and_extreme_rows(dtype, rng):
+    on_gpu.test_rows_of_zeros_and_extreme_rows(dtype, rng)
+
+
+@pytest.mark.parametrize("offsets", [[0, 40, 40, 90], [0], [0, 130]], ids=str)
+def test_rows_without_owner(offsets, rng):
+    on_gpu.test_rows_without_owner(offsets, rng)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["dt_bias", "no dt_bias"])
+@pytest.mark.parametrize("twice", [False, True], ids=["beta", "2 beta"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 70, 3), (1, 40, 48), (1, 5, 300), (1, 2100, 8)], ids=str)
+def test_gates_and_beta(shape, twice, with_bias, rng):
+    on_gpu.test_gates_and_beta(shape, twice, with_bias, rng)
+
+
+@pytest.mark.parametrize("g_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes_are_each_their_own(g_dtype, dtype, rng):
+    on_gpu.test_dtypes_are_each_their_own(g_dtype, dtype, rng)
+
+
+def test_extreme_gates(rng):
+    on_gpu.test_extreme_gates(rng)
+
+
+def test_only_beta(rng):
+    on_gpu.test_only_beta(rng)
