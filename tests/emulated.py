@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from qla.kernels import ws
 from tests.lowered import generated
 
 COMPILER = shutil.which("g++")
@@ -40,6 +41,10 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static int atomicAdd(int* p, int x) { const int old = *p; *p += x; return old; }
+static int atomicOr(int* p, int x) { const int old = *p; *p |= x; return old; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -158,9 +163,12 @@ class Emulated:
         passed = ", ".join(
             f"({kind})arguments[{i}]" if kind.endswith("*") else f"*({kind}*)arguments[{i}]" for i, (kind, _) in enumerate(self.parameters)
         )
+        constants = re.findall(r"^constexpr .*;$", Path(ws.__file__).with_suffix(".cuh").read_text(), re.M)
         source = folder / f"{cfg.name}.cpp"
         source.write_text(
-            "\n".join([PRELUDE, device, f"static void kernel({head}) {body}", DRIVER.replace("KERNEL_CALL", f"kernel({passed})")])
+            "\n".join(
+                [PRELUDE, *constants, device, f"static void kernel({head}) {body}", DRIVER.replace("KERNEL_CALL", f"kernel({passed})")]
+            )
         )
         library = source.with_suffix(".so")
         command = [COMPILER, "-std=c++20", "-O0", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", str(source), "-o", str(library)]
