@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qla.autograd import ALIGNMENT, aligned, only_once
+from qla.autograd import ALIGNMENT, aligned, only_once, readable
 from qla.device import device_spec
 
 L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gates, beta and their parameters
 VECTOR = 8  # elements of 16 bits that a thread loads at once
 
 
@@ -68,7 +67,7 @@ def gates_by_kernel(
     if g.numel() == 0:
         return gates(g, beta, A_log, dt_bias, cu_seqlens, options)
     apply: Callable[..., tuple[Tensor, Tensor]] = _Gates.apply
-    return apply(*(_readable(x) for x in (g, beta, A_log, dt_bias)), cu_seqlens, options)
+    return apply(*(readable(x) for x in (g, beta, A_log, dt_bias)), cu_seqlens, options)
 
 
 def blank_unowned_rows(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -86,11 +85,6 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def _l2norm(x: Tensor) -> Tensor:
     wide = at_least_fp32(x)
     return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)
-
-
-def _readable(x: Tensor | None) -> Tensor | None:
-    """In a dtype that the kernel reads; differentiable."""
-    return x if x is None or x.dtype in KERNEL_DTYPES else x.float()
 
 
 class _L2Norm(torch.autograd.Function):

@@ -125,15 +125,15 @@ def chunk_gated_delta_rule(
         cu_host = _cu_seqlens_on_host(cu_seqlens, cu_seqlens_cpu, problem)
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
-    tensors = _normalise(q, k, v, g, beta, initial_state, offsets)
-    if scale < 0:
-        tensors, scale = (-tensors[0], *tensors[1:]), -scale
+    tensors = _normalise(q, k, v, g, beta, scale, initial_state, offsets)
+    sizes = (problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state)
     if torch.compiler.is_compiling():
-        call = Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, WHOLE)
-        o, final_state = ops.gated_delta_rule(*tensors, call, auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE)
+        o, final_state = ops.gated_delta_rule(
+            *tensors, Call(*sizes, WHOLE), auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
+        )
     else:
         plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
-        o, final_state = gated_delta_rule(*tensors, Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, plan))
+        o, final_state = gated_delta_rule(*tensors, Call(*sizes, plan))
     return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
 
 
@@ -283,11 +283,9 @@ def chunk_gated_delta_rule_fwd(
             o, final_state = chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
             return g_cum.float(), A.to(q.dtype), o, final_state
 
-        tensors = _normalise(q, k, v, g, beta, initial_state, cu_seqlens)
-        if scale < 0:
-            tensors, scale = (-tensors[0], *tensors[1:]), -scale
+        tensors = _normalise(q, k, v, g, beta, scale, initial_state, cu_seqlens)
         plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
-        result = launch_forward(*tensors, Call(problem.num_seqs, problem.seq_len, scale, state_v_first, output_final_state, plan))
+        result = launch_forward(*tensors, Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state, plan))
         g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
         return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
 
@@ -337,8 +335,7 @@ def chunk_gated_delta_rule_bwd(
         return chunked_gradients(q, k, v, gates, beta, scale, initial_state, do, dht, state_v_first, cu_host)
 
     with torch.no_grad():
-        q, k, v, g, beta, initial_state, cu_seqlens = _normalise(q, k, v, g, beta, initial_state, cu_seqlens)
-        q = -q if scale < 0 else q
+        q, k, v, g, beta, initial_state, cu_seqlens = _normalise(q, k, v, g, beta, scale, initial_state, cu_seqlens)
         call = Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, False, WHOLE)
         A, do = aligned(A.to(q.dtype).flatten(0, 1)), _pad(do, 1).flatten(0, 1)
         dht = None if dht is None else _pad(dht, 2)
@@ -403,9 +400,10 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor |
 
 
 def _normalise(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> _Tensors:
-    """Brings checked inputs into the kernels' form (``qla.autograd``); differentiable."""
+    """Brings checked inputs into the kernels' form (``qla.autograd``), for abs(scale); differentiable."""
+    q = -q if scale < 0 else q
     q, k, v = (aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
     g, beta = (aligned(x.float().flatten(0, 1)) for x in (g, beta))
     if initial_state is not None:

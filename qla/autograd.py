@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
+from qla.checks import RECURRENT_DTYPES
 from qla.device import device_spec
 from qla.reference import CHUNK
 
@@ -216,8 +217,9 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens, items. A token takes 392 bytes a value head (v 256, A 128,
     g_cum and beta 4 each) and 512 a key head (q, k); of these, A and g_cum are not the caller's own. Where sequences are cut, a segment
-    takes 32 bytes a value head: both passes go by the same items. What segments start from, up to 128 KiB of states and transitions for
-    each segment and value head, is kept as well while it is at most a quarter of the rest. All other states are computed again.
+    takes 32 bytes a value head: both passes go by the same items, unless the plan leaves the backward pass whole. What segments start
+    from, up to 128 KiB of states and transitions for each segment and value head, is kept as well while it is at most a quarter of the
+    rest. All other states are computed again.
     """
 
     @staticmethod
@@ -470,7 +472,7 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
 
         from qla.kernels.recurrent import recurrent
 
-        g, beta, gk, gv, A_log, dt_bias = (_not_float64(x) for x in (g, beta, gk, gv, A_log, dt_bias))
+        g, beta, gk, gv, A_log, dt_bias = (readable(x) for x in (g, beta, gk, gv, A_log, dt_bias))
         if key_dim % 4 or value_dim % 4:  # zeros add nothing to sums and stay zero in the state
             q, k, v, gv = (None if x is None else _to_quads(x, 1) for x in (q, k, v, gv))  # type: ignore[assignment]
             gk = None if gk is None else _to_quads(gk, 1)
@@ -493,10 +495,6 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
         if final_state is not None and final_state.shape[-2:] != inner:
             final_state = final_state[..., : inner[0], : inner[1]].contiguous()
         return o, final_state
-
-
-def _not_float64(x: Tensor | None) -> Tensor | None:
-    return x.float() if x is not None and x.dtype == torch.float64 else x
 
 
 def _to_quads(x: Tensor, dims: int) -> Tensor:
@@ -529,6 +527,11 @@ class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(NO_GRADIENT)
+
+
+def readable(x: Tensor | None) -> Tensor | None:
+    """In a dtype that the kernels without tensor cores read; differentiable."""
+    return x if x is None or x.dtype in RECURRENT_DTYPES else x.float()
 
 
 def aligned(x: Tensor) -> Tensor:

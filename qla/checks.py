@@ -63,7 +63,7 @@ def _compute_capability(device: torch.device) -> str:
 
 
 # torch.compile calls it while it traces; a string it can compare. The decorator that says so, torch.compiler.assume_constant_result, sets
-# this attribute and no more (tested), but imports torch's compiler: 0.9 s of every start, needed or not.
+# this attribute and no more (tested), but imports torch's compiler, at every start, needed or not.
 _compute_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -593,7 +593,8 @@ def keeps_segment_states(problem: Problem, plan: Plan) -> bool:
         return False
     taken = STATE_BYTES * (2 if plan.max_transition_heads > 0 else 1) * problem.value_heads
     taken *= plan.num_segments(problem.num_seqs, problem.tokens, problem.seq_len)
-    return taken <= KEPT_SHARE * problem.tokens * (392 * problem.value_heads + 512 * problem.key_heads)
+    saved = 392 * problem.value_heads + 512 * problem.key_heads  # bytes a token, as the autograd function says
+    return taken <= KEPT_SHARE * problem.tokens * saved
 
 
 def launches(plan: Plan, backward: bool, kept: bool = False) -> list[str]:

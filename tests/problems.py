@@ -407,6 +407,13 @@ def assert_same_bits(
         assert different == 0, f"{what}: {different} of {a.numel()} elements of {name} differ, relative error {relative(a, e):.2e}"
 
 
+def copy_into(x: Inputs, other: Inputs) -> None:
+    """Other values into x's own tensors."""
+    for a, b in zip((*x.tensors, x.h0, x.cu), (*other.tensors, other.h0, other.cu), strict=True):
+        if a is not None:
+            a.copy_(b)
+
+
 def synchronise() -> None:
     if DEVICE != "cpu":
         torch.cuda.synchronize()

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("tilelang")
 from test_kernel_path_cpu import StandIns  # noqa: E402
 
-from qla.kernels import gates, l2norm  # noqa: E402
+from qla import activations  # noqa: E402
+from qla.kernels import gates, l2norm, recurrent  # noqa: E402
 from tests.lowered import generated, static  # noqa: E402
 
 SOURCES = {module: Path(module.__file__).with_suffix(".cuh").read_text() for module in (gates, l2norm)}
@@ -101,6 +102,11 @@ def test_each_element_has_one_thread(heads, tokens):
                 first = block * rows + thread // width
                 seen += [(token, group * gates.THREADS + thread % width) for token in range(first, tokens, blocks * rows)]
     assert len(seen) == len(set(seen)) == tokens * heads
+
+
+def test_one_epsilon():
+    """Kernels take it as a number, or have their own: the same in both."""
+    assert activations.L2NORM_EPS == recurrent.L2NORM_EPS == 1e-6
 
 
 def test_wrong_dtype():

@@ -16,6 +16,7 @@ from problems import (
     VIEWS,
     Inputs,
     assert_same_bits,
+    copy_into,
     cu_of,
     gpu_marks,
     make_inputs,
@@ -232,12 +233,6 @@ def test_same_bits_every_time(rng):
     for number in range(50):
         load(number)
         assert_same_bits(run(x), expected, f"repetition {number}")
-
-
-def copy_into(x: Inputs, other: Inputs) -> None:
-    for a, b in zip((*x.tensors, x.h0, x.cu), (*other.tensors, other.h0, other.cu), strict=True):
-        if a is not None:
-            a.copy_(b)
 
 
 @NEEDS_CUDA

@@ -9,6 +9,7 @@ from problems import (
     Inputs,
     assert_accurate,
     assert_same_bits,
+    copy_into,
     cu_of,
     gpu_marks,
     make_inputs,
@@ -20,13 +21,6 @@ import qla
 pytestmark = gpu_marks()
 
 NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-
-
-def copy_into(x: Inputs, other: Inputs) -> None:
-    """Other values into x's own tensors."""
-    for a, b in zip((*x.tensors, x.h0, x.cu), (*other.tensors, other.h0, other.cu), strict=True):
-        if a is not None:
-            a.copy_(b)
 
 
 @NEEDS_CUDA

@@ -1,7 +1,7 @@
 """Rows of q and k divided by their norms, and the gradient of that, both tensors in one launch.
 
     y  = x r,  r = (sum of x^2 + eps)^-1/2                          of each token and key head, in fp32, y rounded to 16 bits
-    dx = r (dy - y (y . dy))                                        with the rounded y; exact for eps > 0 too, since y . y = 1 - eps r^2
+    dx = r (dy - y (y . dy))                                        with the rounded y; eps is in it: x r^3 (x . dy) = r y (y . dy)
 
 Rows that no sequence owns are not read forward: y = 0 and r = 0 there, and so dx = 0.
 
