@@ -1,12 +1,13 @@
 """The kernels' two passes as one differentiable step: what is launched, what is saved.
 
-Everything here sees normalised tensors: tokens flattened to N = B * T, head sizes 128, gates and beta float32, all
+Everything here sees normalised tensors: tokens flattened to N = B * T, head sizes K and V 64 or 128 each, gates and beta float32, all
 contiguous and 16-byte aligned, scale >= 0. ``qla.api`` brings user input into that form with differentiable operations, so
 gradients find their way back to its shapes and dtypes without help.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,13 +49,18 @@ class Call:
     output_final_state: bool
     plan: Plan
 
+    def state_shape(self, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+        """[S, HV, K, V], or [S, HV, V, K] if state_v_first; k: [N, H, K], v: [N, HV, V]."""
+        inner = (v.shape[2], k.shape[2]) if self.state_v_first else (k.shape[2], v.shape[2])
+        return (self.num_seqs, v.shape[1], *inner)
+
 
 @dataclass(frozen=True)
 class Cut:
     """How a call's sequences were cut, for its backward pass.
 
     forward, reverse: [segments, HV, 4] int32, work items of either direction (``qla.kernels.cp_plan``).
-    states, transitions: what segments start from, [segments, HV, 128, 128] fp32, and transitions, [segments, HV, 2, 128, 128] bf16; None
+    states, transitions: what segments start from, [segments, HV, V, K] fp32, and transitions, [segments, HV, 2, K, K] bf16; None
         where the plan lets no item need any, or where they are to be computed again.
     """
 
@@ -72,8 +78,8 @@ class Cut:
 class Forward:
     """What the forward kernels give.
 
-    g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, 128].
-    final_state: [S, HV, 128, 128] fp32 or None.
+    g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, V].
+    final_state: [S, HV, K, V] fp32, or [S, HV, V, K], or None.
     cut, bound: None if no sequence is cut; bound [slots, HV] fp32, what ``work_items`` decides by.
     """
 
@@ -102,27 +108,25 @@ def launch_forward(
 ) -> Forward:
     """Launches the forward kernels on the current stream of q's device.
 
-    q, k: [N, H, 128] bf16 or fp16; v: [N, HV, 128], same dtype; g, beta: [N, HV] fp32; initial_state: [S, HV, 128, 128] fp32
-    or None; cu_seqlens: [S + 1] int32 on q's device, or None for equal lengths.
+    q, k: [N, H, K] bf16 or fp16; v: [N, HV, V], same dtype; g, beta: [N, HV] fp32; initial_state: [S, HV, K, V] fp32 (as call has it:
+    [S, HV, V, K]) or None; cu_seqlens: [S + 1] int32 on q's device, or None for equal lengths.
     """
-    tokens, heads, _ = v.shape
-    if tokens == 0 or call.num_seqs == 0:
-        return _result_without_tokens(v, g, initial_state, call)
+    if len(v) == 0 or call.num_seqs == 0:
+        return _result_without_tokens(k, v, g, initial_state, call)
 
     from qla.kernels.fwd_fused import fwd_fused
     from qla.kernels.kkt_solve import kkt_solve
 
     num_sms = device_spec(q.device).sm_count
     o = torch.empty_like(v)
-    state_shape = (call.num_seqs, heads, k.shape[-1], v.shape[-1])
-    final_state = torch.empty(state_shape, dtype=torch.float32, device=q.device) if call.output_final_state else None
+    final_state = torch.empty(call.state_shape(k, v), dtype=torch.float32, device=q.device) if call.output_final_state else None
     place = (cu_seqlens, call.num_seqs, call.seq_len)
     with torch.cuda.device(q.device):
         is_cut = call.plan.chunks_per_segment > 0
         g_cum, A, bound = kkt_solve(k, g, beta, o, *place, num_sms, with_bound=is_cut)
         cut = order = None
         if is_cut:
-            forward, reverse, order = work_items(bound, tokens, cu_seqlens, call)
+            forward, reverse, order = work_items(bound, v, cu_seqlens, call)
             starts = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
             cut = Cut(forward, reverse, *starts)
         fwd_fused(
@@ -133,16 +137,19 @@ def launch_forward(
     return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)
 
 
-def work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """What each segment and head starts from, forward and reverse, decided on the device, and the order of the forward pass's blocks."""
+def work_items(bound: Tensor, v: Tensor, cu_seqlens: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """What each segment and head starts from, forward and reverse, decided on the device, and the order of the forward pass's blocks.
+
+    bound: as ``Forward`` has it. v: [N, HV, V], of which only the shape matters.
+    """
     from qla.kernels.cp_plan import cp_plan
 
-    plan = call.plan
+    plan, tokens = call.plan, len(v)
     num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
     items: tuple[Tensor, Tensor, Tensor] = cp_plan(
         bound, cu_seqlens, tokens, call.num_seqs, call.seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
         plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E,
-        device_spec(bound.device).sm_count,
+        device_spec(bound.device).sm_count, v.shape[2],
     )  # fmt: skip
     return items
 
@@ -159,14 +166,14 @@ def _segment_states(
     call: Call,
     num_sms: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """States that segments start from, [segments, HV, 128, 128] fp32, and transitions, [segments, HV, 2, 128, 128] bf16.
+    """States that segments start from, [segments, HV, V, K] fp32, and transitions, [segments, HV, 2, K, K] bf16.
 
     Written where items need them; None where the plan lets no item need any.
     """
     from qla.kernels.cp_merge import cp_merge
     from qla.kernels.cp_prep import prepare_states
 
-    states, transitions = _empty_segments(v, items, call.plan)
+    states, transitions = _empty_segments(k, v, items, call.plan)
     place = (cu_seqlens, call.num_seqs, call.seq_len)
     if states is not None:
         prepare_states(k, v, g_cum, beta, A, initial_state, *place, call.state_v_first, num_sms, items, states, transitions)
@@ -175,22 +182,21 @@ def _segment_states(
     return states, transitions
 
 
-def _empty_segments(v: Tensor, items: Tensor, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+def _empty_segments(k: Tensor, v: Tensor, items: Tensor, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
     """Room for what ``_segment_states`` returns."""
     if not plan.needs_states:
         return None, None
-    pairs, dim = items.shape[:2], v.shape[-1]
-    states = v.new_empty(*pairs, dim, dim, dtype=torch.float32)
-    return states, v.new_empty(*pairs, 2, dim, dim, dtype=torch.bfloat16) if plan.max_transition_heads > 0 else None
+    pairs, key_dim, value_dim = items.shape[:2], k.shape[2], v.shape[2]
+    states = v.new_empty(*pairs, value_dim, key_dim, dtype=torch.float32)
+    return states, v.new_empty(*pairs, 2, key_dim, key_dim, dtype=torch.bfloat16) if plan.max_transition_heads > 0 else None
 
 
-def _result_without_tokens(v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call) -> Forward:
+def _result_without_tokens(k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, call: Call) -> Forward:
     """No sequence, or no token in any: nothing to launch; the final state is the initial one."""
-    tokens, heads, dim = v.shape
     final_state = None
     if call.output_final_state:
-        final_state = v.new_zeros(call.num_seqs, heads, dim, dim, dtype=torch.float32) if initial_state is None else initial_state.clone()
-    return Forward(torch.zeros_like(g), v.new_zeros(tokens, heads, CHUNK), torch.zeros_like(v), final_state)
+        final_state = v.new_zeros(call.state_shape(k, v), dtype=torch.float32) if initial_state is None else initial_state.clone()
+    return Forward(torch.zeros_like(g), v.new_zeros(*v.shape[:2], CHUNK), torch.zeros_like(v), final_state)
 
 
 def gated_delta_rule(
@@ -215,11 +221,11 @@ def gated_delta_rule(
 class _GatedDeltaRule(torch.autograd.Function):
     """Both passes by the kernels.
 
-    Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens, items. A token takes 392 bytes a value head (v 256, A 128,
-    g_cum and beta 4 each) and 512 a key head (q, k); of these, A and g_cum are not the caller's own. Where sequences are cut, a segment
-    takes 32 bytes a value head: both passes go by the same items, unless the plan leaves the backward pass whole. What segments start
-    from, up to 128 KiB of states and transitions for each segment and value head, is kept as well while it is at most a quarter of the
-    rest. All other states are computed again.
+    Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens, items. A token takes 136 + 2 V bytes a value head (v 2 V,
+    A 128, g_cum and beta 4 each) and 4 K a key head (q, k); of these, A and g_cum are not the caller's own. Where sequences are cut, a
+    segment takes 32 bytes a value head: both passes go by the same items, unless the plan leaves the backward pass whole. What segments
+    start from, 4 K V bytes of states and as many as 4 K^2 of transitions for each segment and value head, is kept as well while it is at
+    most a quarter of the rest. All other states are computed again.
     """
 
     @staticmethod
@@ -326,13 +332,13 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launches the backward kernels on the current stream of q's device.
 
-    Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
-    final state, in any dtype, None for zero. Two scans, side by side, write the states and their gradients for all chunks of a slice of
+    Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, V], dht as the states: the gradients of o and of the final
+    state, in any dtype, None for zero. Two scans, side by side, write the states and their gradients for all chunks of a slice of
     heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
 
     Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
     """
-    tokens, value_heads, dim = v.shape
+    tokens, value_heads, value_dim = v.shape
     do = torch.zeros_like(v) if do is None else aligned(do.to(v.dtype))
     dht = None if dht is None else aligned(dht.float())
     if tokens == 0 or call.num_seqs == 0:
@@ -347,10 +353,10 @@ def launch_backward(
     num_sms = device_spec(q.device).sm_count
     place = (cu_seqlens, call.num_seqs, call.seq_len)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g_cum, beta))
-    dh0 = q.new_empty(call.num_seqs, value_heads, dim, dim, dtype=torch.float32) if initial_state_grad else None
-    slots = num_slots(tokens, call.num_seqs, call.seq_len)
-    slices = list(head_slices(k.shape[1], value_heads, 2 * slots * dim * dim * q.element_size(), workspace_limit()))
-    workspace = q.new_empty(2, slots * max(heads for _, heads in slices), dim, dim)
+    dh0 = q.new_empty(call.state_shape(k, v), dtype=torch.float32) if initial_state_grad else None
+    slots, inner = num_slots(tokens, call.num_seqs, call.seq_len), (value_dim, k.shape[2])
+    slices = list(head_slices(k.shape[1], value_heads, 2 * slots * math.prod(inner) * q.element_size(), workspace_limit()))
+    workspace = q.new_empty(2, slots * max(heads for _, heads in slices), *inner)
     forward = reverse = starts = start_grads = transitions = None
     segments = (cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment)
     made_again = False
@@ -360,7 +366,7 @@ def launch_backward(
             forward, reverse, starts, transitions = cut.tensors
             made_again = starts is None
             if made_again:
-                starts, transitions = _empty_segments(v, forward, call.plan)
+                starts, transitions = _empty_segments(k, v, forward, call.plan)
             if transitions is not None:
                 start_grads = torch.empty_like(starts)  # type: ignore[arg-type]
                 with beside:
@@ -372,7 +378,7 @@ def launch_backward(
                     k, v, g_cum, beta, A, initial_state, *place, call.state_v_first, num_sms, forward, starts, transitions
                 )  # fmt: skip
         for head0, heads in slices:
-            states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
+            states, state_grads = (x[: slots * heads].view(slots, heads, *inner) for x in workspace)
             with beside:
                 if start_grads is not None and head0 == 0:
                     cp_merge(start_grads, transitions, forward, *segments, reverse=True)

@@ -57,6 +57,10 @@ def _num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:
     return num_slots(tokens, num_seqs, seq_len)  # type: ignore[no-any-return]
 
 
+def _state_shape(k: Tensor, v: Tensor, num_seqs: int, state_v_first: bool) -> tuple[int, int, int, int]:
+    return Call(num_seqs, 0, 1.0, state_v_first, True, WHOLE).state_shape(k, v)
+
+
 def _call(
     k: Tensor,
     v: Tensor,
@@ -98,7 +102,7 @@ def chunk_forward(
     The first seven as ``launch_forward`` takes them, at any address; num_seqs to state_v_first as in ``Call``; plan: the integers of a
     Plan, or none for AutoCP's own; threshold: that of the plan.
 
-    Returns o [N, HV, 128], final_state [S, HV, 128, 128] fp32 (no element unless output_final_state), g_cum [N, HV] fp32, A [N, HV, 64]
+    Returns o [N, HV, V], final_state as initial_state, fp32 (no element unless output_final_state), g_cum [N, HV] fp32, A [N, HV, 64]
     and bound [slots, HV] fp32, zeros unless sequences are cut.
     """
     q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
@@ -115,8 +119,8 @@ def chunk_forward(
 
 @chunk_forward.register_fake
 def _(q, k, v, g, beta, initial_state, cu_seqlens, num_seqs, seq_len, scale, state_v_first, plan, threshold, output_final_state):  # type: ignore[no-untyped-def]
-    tokens, heads, dim = v.shape
-    final_state = v.new_empty((num_seqs, heads, dim, dim) if output_final_state else (0,), dtype=torch.float32)
+    tokens, heads, _ = v.shape
+    final_state = v.new_empty(_state_shape(k, v, num_seqs, state_v_first) if output_final_state else (0,), dtype=torch.float32)
     bound = v.new_empty((_num_slots(tokens, num_seqs, seq_len), heads), dtype=torch.float32)
     return torch.empty_like(v), final_state, torch.empty_like(g), v.new_empty((tokens, heads, CHUNK)), bound
 
@@ -151,7 +155,7 @@ def chunk_backward(
     call = _call(k, v, num_seqs, seq_len, scale, state_v_first, plan, threshold)
     cut = None
     if call.plan.of_backward.chunks_per_segment > 0 and len(v) > 0 and num_seqs > 0:
-        forward, reverse, _ = work_items(bound, len(v), cu_seqlens, call)
+        forward, reverse, _ = work_items(bound, v, cu_seqlens, call)
         cut = Cut(forward, reverse)
     *grads, dh0 = launch_backward(q, k, v, g_cum, beta, A, initial_state, do, dht, cu_seqlens, call, initial_state_grad, cut)
     dq, dk, dv, dg, dbeta = grads
@@ -163,8 +167,7 @@ def _(  # type: ignore[no-untyped-def]
     q, k, v, g_cum, beta, A, bound, initial_state, do, dht, cu_seqlens, num_seqs, seq_len, scale, state_v_first, plan, threshold,
     initial_state_grad,
 ):  # fmt: skip
-    heads, dim = v.shape[1:]
-    dh0 = v.new_empty((num_seqs, heads, dim, dim) if initial_state_grad else (0,), dtype=torch.float32)
+    dh0 = v.new_empty(_state_shape(k, v, num_seqs, state_v_first) if initial_state_grad else (0,), dtype=torch.float32)
     return *(torch.empty_like(x) for x in (q, k, v, g_cum, beta)), dh0
 
 

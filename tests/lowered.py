@@ -56,3 +56,27 @@ def assert_lanes_hold_pairs_of_gates(cfg: Any, code: str, warp: str, arrays: int
             assert re.fullmatch(r"[\d ()*+%-]+", text), index
             assert eval(text) == 64 + 2 * lane, index
     assert len(re.findall(r"qla_(?:fetch|take)_gates\(", warp)) == 3, "of the first chunk, of this one, of the next one"
+
+
+def assert_products_are_waited_for(*texts: str) -> None:
+    """Whatever is fenced behind a wait, to be read, belongs to no product that the wait may leave in flight.
+
+    texts: of one warpgroup, in the order in which it comes through them.
+    """
+    accumulator = r"wgmma_(?:ss|rs)<[^;]*?(?:\(\(uint32_t\*\)\(|reinterpret_cast<uint32_t\*>\()(\w+) \+ 0\)"
+    fence = r"\s+tl::warpgroup_fence_operand\(reinterpret_cast<float\*>\((\w+) \+ 0\), 32\);"
+    events = rf"{accumulator}|(warpgroup_commit_batch)|wait_wgmma<(\d)>\(\);((?:{fence})*)"
+    issued: list[str] = []
+    product, checked = "", 0
+    for text in texts:
+        for name, commit, left, fences, _ in re.findall(events, text):
+            if name:
+                product = name
+            elif commit:
+                issued.append(product)
+            else:
+                issued = issued[len(issued) - int(left) :] if int(left) else []
+                for read in re.findall(fence, fences):
+                    assert read not in issued, f"{read} is read while its product may run; in flight: {issued}"
+                    checked += 1
+    assert checked, "no wait found"

@@ -11,6 +11,7 @@ from test_kernel_path_cpu import StandIns  # noqa: E402
 
 from qla import activations  # noqa: E402
 from qla.kernels import gates, l2norm, recurrent  # noqa: E402
+from qla.kernels.ws import HEAD_DIMS  # noqa: E402
 from tests.lowered import generated, static  # noqa: E402
 
 SOURCES = {module: Path(module.__file__).with_suffix(".cuh").read_text() for module in (gates, l2norm)}
@@ -54,7 +55,7 @@ def test_values_go_where_their_names_are(variant):
     names = parameters(SOURCES[module], function)
     same = {"tokens": "N", "heads": "HV" if module is gates else "H", "block": "blockIdx", "thread": "threadIdx", "group": "y"}
     same |= {"blocks": "num_blocks", "A_log": "ALog", "raw_g": "RawG", "raw_beta": "RawBeta", "dt_bias": "DtBias", "draw_g": "DRawG"}
-    same |= {"draw_beta": "DRawBeta"}
+    same |= {"draw_beta": "DRawBeta", "dim": "D"}
     for number, call in enumerate(arguments(code)):
         tensor = "qk"[number]
         own = {"x": tensor, "y": f"y{tensor}", "r": f"r{tensor}", "dy": f"dy{tensor}", "dx": f"d{tensor}"} if module is l2norm else {}
@@ -85,8 +86,10 @@ def test_constants_agree():
     }
     assert (StandIns.ACTIVATE_BETA, StandIns.TWICE) == (gates.ACTIVATE_BETA, gates.TWICE)
     declared = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+)(?=[,;])", SOURCES[l2norm])}
-    assert l2norm.THREADS // declared["kLanes"] * declared["kAtOnce"] == l2norm.ROWS_AT_ONCE
-    assert declared["kLanes"] * 8 == l2norm.HEAD_DIM, "eight elements of 16 bits a lane: 16-byte loads"
+    assert declared == {"kAtOnce": l2norm.ROWS_OF_LANES}
+    lanes = {int(n) for n in re.findall(r"return \w+_rows<HALF, (\d+)>", SOURCES[l2norm])}
+    assert lanes == {dim // l2norm.VECTOR for dim in HEAD_DIMS}, "eight elements of 16 bits a lane: 16-byte loads"
+    assert "if (dim == 64) return" in SOURCES[l2norm]
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 64, 255, 256, 257, 1000])

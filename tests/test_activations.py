@@ -45,10 +45,11 @@ def gradients(function, inputs, grads):
 
 
 @DTYPES
+@pytest.mark.parametrize("dim", [128, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norms(shape, dtype, rng):
-    q, k = (draw(rng, *shape, 128, dtype=dtype) * size for size in (3.0, 0.2))
-    dq, dk = (draw(rng, *shape, 128, dtype=dtype) for _ in range(2))
+def test_norms(shape, dim, dtype, rng):
+    q, k = (draw(rng, *shape, dim, dtype=dtype) * size for size in (3.0, 0.2))
+    dq, dk = (draw(rng, *shape, dim, dtype=dtype) for _ in range(2))
     ours = gradients(lambda *x: activations.l2norm_by_kernel(*x, None), (q, k), (dq, dk))
     exact = gradients(exact_l2norm, (q.double(), k.double()), (dq, dk))
     limit = 4e-3 if dtype == torch.bfloat16 else 1e-3
@@ -57,17 +58,18 @@ def test_norms(shape, dtype, rng):
 
 
 @DTYPES
-def test_norms_of_slices_of_a_projection(dtype, rng):
+@pytest.mark.parametrize("dim", [128, 64])
+def test_norms_of_slices_of_a_projection(dim, dtype, rng):
     """Read in place; any other layout is copied first. The same bits as from contiguous tensors."""
-    joint = draw(rng, 2, 130, (2 * 4 + 8) * 128, dtype=dtype)
-    q, k = (joint[..., i * 512 : (i + 1) * 512].unflatten(-1, (4, 128)) for i in range(2))
+    joint = draw(rng, 2, 130, (2 * 4 + 8) * dim, dtype=dtype)
+    q, k = (joint[..., i * 4 * dim : (i + 1) * 4 * dim].unflatten(-1, (4, dim)) for i in range(2))
     expected = activations.l2norm_by_kernel(q.contiguous(), k.contiguous(), None)
-    odd = draw(rng, 2, 130, 4 * 128 + 1, dtype=dtype)[..., 1:].unflatten(-1, (4, 128))
+    odd = draw(rng, 2, 130, 4 * dim + 1, dtype=dtype)[..., 1:].unflatten(-1, (4, dim))
     for name, pair, wanted in (
         ("slices", (q, k), expected),
         ("heads first", tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)), expected),
         ("odd address", (odd, odd), activations.l2norm_by_kernel(odd.contiguous(), odd.contiguous(), None)),
-        ("one row", (q[:1, :1].expand(2, 130, 4, 128), k), (expected[0][:1, :1].expand(2, 130, 4, 128), expected[1])),
+        ("one row", (q[:1, :1].expand(2, 130, 4, dim), k), (expected[0][:1, :1].expand(2, 130, 4, dim), expected[1])),
     ):
         same_bits(activations.l2norm_by_kernel(*pair, None), wanted, name)
 

@@ -29,7 +29,8 @@ def sizes(values):
     """What the kernels take from their tensors' shapes."""
     shaped = next(values[name] for name in ("Yq", "G", "DG") if name in values)
     blocks = {"num_blocks": len(values["Sums"])} if "Sums" in values else {}
-    return {"N": shaped.shape[0], "H" if "Yq" in values else "HV": shaped.shape[1], **blocks}
+    dim = {"D": shaped.shape[2]} if "Yq" in values else {}
+    return {"N": shaped.shape[0], "H" if "Yq" in values else "HV": shaped.shape[1], **dim, **blocks}
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,15 @@ def on_the_cpu(monkeypatch, emulate):
 
 
 @DTYPES
+@pytest.mark.parametrize("dim", [128, 64])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 35, 2), (1, 9, 5)], ids=str)
-def test_norms(shape, dtype, rng):
-    on_gpu.test_norms(shape, dtype, rng)
+def test_norms(shape, dim, dtype, rng):
+    on_gpu.test_norms(shape, dim, dtype, rng)
 
 
-def test_norms_of_slices_of_a_projection(rng):
-    on_gpu.test_norms_of_slices_of_a_projection(torch.bfloat16, rng)
+@pytest.mark.parametrize("dim", [128, 64])
+def test_norms_of_slices_of_a_projection(dim, rng):
+    on_gpu.test_norms_of_slices_of_a_projection(dim, torch.bfloat16, rng)
 
 
 @DTYPES

@@ -330,8 +330,9 @@ def expected_items(bound, lengths, plan: Plan, serial_split_up_to: int):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "equal"])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("value_dim", [128, 64])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_items(plan, seed, packed):
+def test_items(plan, value_dim, seed, packed):
     """cp_plan against its description: random lengths, random bounds of which some grow, gaps of the numbering without work."""
     from qla.kernels.cp_plan import cp_plan
     from qla.kernels.ws import SEQ_SHIFT, SPLIT, num_slots
@@ -353,9 +354,10 @@ def test_items(plan, seed, packed):
     threshold = plan.threshold / math.log(2)
     *got, order = cp_plan(
         slots.to(DEVICE), cu.to(DEVICE) if packed else None, tokens, len(lengths), seq_len, num_segments, plan.chunks_per_segment,
-        plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, threshold, 24,
+        plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, threshold, 24, value_dim,
     )  # fmt: skip
-    expected, ways = expected_items([b.tolist() for b in bound], lengths, plan, 12)
+    rule = (plan, 12) if value_dim == 128 else (dataclasses.replace(plan, split=1), -1)
+    expected, ways = expected_items([b.tolist() for b in bound], lengths, *rule)
     used, serial = set(), set()
     for (n, j, h), pair in expected.items():
         base = packed_segment_base(int(cu[n]), n, plan.chunks_per_segment) if packed else n * -(-chunks[n] // plan.chunks_per_segment)

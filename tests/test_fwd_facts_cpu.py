@@ -7,8 +7,15 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import fwd_fused as fwd  # noqa: E402
-from qla.kernels.ws import CHUNKS, PART_OF_V, PLACE_FIELDS, SKIP  # noqa: E402
-from tests.lowered import assert_lanes_hold_pairs_of_gates, by_role, generated, place_of, static  # noqa: E402
+from qla.kernels.ws import CHUNKS, HEAD_DIMS, PART_OF_V, PLACE_FIELDS, SKIP  # noqa: E402
+from tests.lowered import (  # noqa: E402
+    assert_lanes_hold_pairs_of_gates,
+    assert_products_are_waited_for,
+    by_role,
+    generated,
+    place_of,
+    static,
+)
 
 Role = fwd.Role
 PRODUCTS = r"wgmma_(?:ss|rs)<"
@@ -144,9 +151,17 @@ def test_output_is_fenced_and_only_of_chunks_that_the_item_owns(kernel):
 
 def test_products_of_a_chunk(kernel):
     """64x64x64 products of a warpgroup of the state role before, in and after its loop; more of them cost time."""
-    _, _, code = kernel
-    assert [len(re.findall(PRODUCTS, text)) for text in state_loop(code)] == [5, 8, 3]
+    cfg, _, code = kernel
+    by_halves = [(2, 1), (3, 2), (1, 1)]  # for each half of K, and those without K
+    assert [len(re.findall(PRODUCTS, text)) for text in state_loop(code)] == [cfg.halves * n + others for n, others in by_halves]
     assert len(re.findall(PRODUCTS, by_role(code, Role)[Role.SCORE])) == 1
+
+
+def test_results_are_waited_for(kernel):
+    _, _, code = kernel
+    before, loop, after = state_loop(code)
+    assert_products_are_waited_for(before, loop, loop, after)
+    assert_products_are_waited_for(by_role(code, Role)[Role.SCORE])
 
 
 def test_lanes_hold_the_gates_that_device_code_gives_them(kernel):
@@ -161,14 +176,15 @@ def test_accumulator_fence_covers_what_a_thread_owns(kernel):
 
 
 def test_table_in_docstring():
-    rows = re.findall(r"^    (q|k|v|a|p|o) +\[(.*?)\] +(\d+(?: \| \d+)?)", fwd.__doc__, re.M)
+    rows = re.findall(r"^    (q|k|v|a|p|o) +\[(.*?)\] +(\d+(?: K| \| \d+)?)", fwd.__doc__, re.M)
     for column, block_v in enumerate((128, 64)):
-        table = fwd.FwdConfig(block_v).smem_table()
-        documented = {name: int(text.split(" | ")[min(column, text.count("|"))]) for name, _, text in rows}
-        assert documented == table
-        for name, shape, _ in rows:
-            extents = [int(n) for n in shape.replace("block_v/64", str(block_v // 64)).split(", ")]
-            assert 2 * prod(extents) == table[name], name
+        for head_k in HEAD_DIMS:
+            table = fwd.FwdConfig(block_v, head_k=head_k).smem_table()
+            sizes = [(name, text.split(" | ")[min(column, text.count("|"))]) for name, _, text in rows]
+            assert {name: int(text.removesuffix(" K")) * (head_k if "K" in text else 1) for name, text in sizes} == table
+            for name, shape, _ in rows:
+                extents = [int(n) for n in shape.replace("block_v/64", str(block_v // 64)).replace("K", str(head_k)).split(", ")]
+                assert 2 * prod(extents) == table[name], name
     roles_documented = re.findall(r"^    (STATE|SCORE|IO) .*?  +(\d+) \| (\d+) +\w", fwd.__doc__, re.M)
     assert {(name, int(wide), int(narrow)) for name, wide, narrow in roles_documented} == {
         (role.name, fwd.REGS[128][role], fwd.REGS[64][role]) for role in Role
@@ -207,6 +223,8 @@ def test_barriers_in_docstring(kernel):
 def test_config_rejects_what_it_cannot_do():
     with pytest.raises(ValueError, match="block_v"):
         fwd.FwdConfig(block_v=32)
+    with pytest.raises(ValueError, match=r"head_k must be one of \(64, 128\), got 96"):
+        fwd.FwdConfig(head_k=96)
     with pytest.raises(ValueError, match="shared memory"):
         fwd.FwdConfig(stages=4)
 

@@ -200,7 +200,7 @@ class StandIns:
 
     def cp_plan(
         self, bound, cu_seqlens, tokens, num_seqs, seq_len, num_segments, segment_chunks, split, inline_warmup, max_warmup,
-        max_transition_heads, threshold, num_sms,
+        max_transition_heads, threshold, num_sms, value_dim,
     ):  # fmt: skip
         self.launches.append("cp_plan")
         assert torch.equal(bound, self.bound) and len(bound) == self.num_slots(tokens, num_seqs, seq_len) and num_sms == SPEC.sm_count

@@ -41,7 +41,7 @@ def test_barriers(kernel):
 def test_asynchronous_copies(kernel):
     cfg, _, code = kernel
     assert code.count("tl::tma_load(") == 3 * cfg.tiles
-    assert code.count("expect_transaction(16384)") == 3 * cfg.tiles, "a tile of 64 x 128 keys each"
+    assert code.count(f"expect_transaction({64 * cfg.head_k * 2})") == 3 * cfg.tiles, "a tile of 64 keys each"
     assert code.count("tl::tma_store(") == kkt.HEADS
     assert code.count("tl::wgmma_ss<") == cfg.kk_slots
     assert code.count("wait_wgmma<0>") == cfg.kk_slots, "no product in flight past its own wait"
@@ -76,13 +76,16 @@ def test_table_in_docstring():
     assert f"[{kkt.UNITS}, {kkt.UNIT_FIELDS}] int32" in kkt.__doc__
     for name, kk2, kk4 in rows:
         for slots, text in ((2, kk2), (4, kk4)):
-            cfg = kkt.KktConfig(kk_slots=slots)
+            cfg, narrow = (kkt.KktConfig(kk_slots=slots, head_k=head_k) for head_k in (128, 64))
             assert int(text) == (cfg.smem_bytes if name == "total" else cfg.smem_table()[name]), name
+            assert narrow.smem_table() == cfg.smem_table() | {"keys": cfg.smem_table()["keys"] // 2}
 
 
 def test_config_rejects_what_it_cannot_do():
     with pytest.raises(ValueError, match="float32"):
         kkt.KktConfig(dtype="float32")
+    with pytest.raises(ValueError, match=r"head_k must be one of \(64, 128\), got 32"):
+        kkt.KktConfig(head_k=32)
     with pytest.raises(ValueError, match="kk_slots"):
         kkt.KktConfig(kk_slots=3)
 

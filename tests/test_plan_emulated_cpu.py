@@ -25,8 +25,9 @@ def emulated(tmp_path_factory):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "equal"])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("value_dim", [128, 64])
 @pytest.mark.parametrize("plan", on_gpu.PLANS.values(), ids=on_gpu.PLANS)
-def test_items(plan, seed, packed, emulated, monkeypatch):
+def test_items(plan, value_dim, seed, packed, emulated, monkeypatch):
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(cp_plan, "build", lambda cfg: emulated)
-    on_gpu.test_items(plan, seed, packed)
+    on_gpu.test_items(plan, value_dim, seed, packed)

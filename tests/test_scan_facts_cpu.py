@@ -20,7 +20,14 @@ from qla.kernels.ws import (  # noqa: E402
     SOURCE,
     num_slots,
 )
-from tests.lowered import assert_lanes_hold_pairs_of_gates, by_role, generated, place_of, static  # noqa: E402
+from tests.lowered import (  # noqa: E402
+    assert_lanes_hold_pairs_of_gates,
+    assert_products_are_waited_for,
+    by_role,
+    generated,
+    place_of,
+    static,
+)
 
 Role = scan.Role
 BARRIERS = ("tiles_full", "tiles_empty", "p_ring_full", "p_ring_empty", "state_ring_full", "state_ring_empty", "tail")
@@ -120,7 +127,7 @@ def test_stores_are_fenced_by_the_warp_that_hands_them_to_tma(kernel):
     before, loop, after = state_loop(cfg, code)
     assert before.count("fence_proxy_async") <= 1, "TileLang's own, for the place: once a block"
     assert "fence_proxy_async" not in loop + after
-    assert part["IO 2"].count("tl::tma_store(") == 2
+    assert part["IO 2"].count("tl::tma_store(") == cfg.halves
     store = part["IO 2"][part["IO 2"].index("state_ring_full[0].wait") :]
     assert store.index("fence_proxy_async") < store.index("tl::tma_store(")
     assert store.rindex("tl::tma_store(") < store.index("tl::tma_store_wait<0") < store.index("state_ring_empty[0].arrive()")
@@ -139,7 +146,15 @@ def test_products_of_a_chunk(kernel):
     """64x64x64 products of a warpgroup of the state role; more of them is time that no schedule gives back."""
     cfg, _, code = kernel
     found = [len(re.findall(r"wgmma_(?:ss|rs)<", text)) for text in state_loop(cfg, code)]
-    assert found == ([0, 8, 2] if cfg.reverse else [0, 5, 0]), "behind the reverse loop: what rounding took from the first chunk's dO"
+    by_halves = [(0, 0), (3, 2), (1, 0)] if cfg.reverse else [(0, 0), (2, 1), (0, 0)]  # for each half of K, and those without K
+    expected = [cfg.halves * n + others for n, others in by_halves]
+    assert found == expected, "behind the reverse loop: what rounding took from the first chunk's dO"
+
+
+def test_results_are_waited_for(kernel):
+    cfg, _, code = kernel
+    before, loop, after = state_loop(cfg, code)
+    assert_products_are_waited_for(before, loop, loop, after)
 
 
 def test_states_are_handed_on_from_chunk_skip(kernel):
@@ -150,7 +165,7 @@ def test_states_are_handed_on_from_chunk_skip(kernel):
     (guarded,) = re.findall(r"^( *)if \(skip <= \w+\) \{\n(.*?)^\1\}$", loop, re.M | re.S)
     assert re.search(r"state_ring_empty\[0\]\.wait\(\(\(\(\w+ \+ 1\) - skip\) & 1\)\);", guarded[1]), "counted from there too"
     assert arrives(guarded[1]) == ["state_ring_full"]
-    assert guarded[1].count("qla_store_plain(") == loop.count("qla_store_plain(") == 2
+    assert guarded[1].count("qla_store_plain(") == loop.count("qla_store_plain(") == cfg.halves
     assert re.search(rf"< \({place}\[{CHUNKS}\] - {place}\[{SKIP}\]\);", roles(cfg, code)["IO 2"]), "as many as are stored"
 
 
@@ -158,13 +173,13 @@ def test_state_begins_and_ends_as_the_place_says(kernel):
     cfg, _, code = kernel
     place = place_of(code)
     before, _, after = state_loop(cfg, code)
-    begins = re.findall(rf"if \({place}\[{SOURCE}\] == (\d)\) \{{\s+(\w+)\(", before)
+    begins = re.findall(rf"if \({place}\[{SOURCE}\] == (\d)\) \{{\s+(\w+)<{cfg.head_k}>\(", before)
     assert begins == [(str(FROM_STATE), "qla_load_state"), (str(FROM_SEGMENT), "qla_load_segment"), (str(IDENTITY), "qla_identity")]
-    assert re.findall(r"(qla_store_\w+)\(", after) == ["qla_store_state", "qla_store_segment", "qla_store_split"]
+    assert re.findall(rf"(qla_store_\w+)<{cfg.head_k}>\(", after) == ["qla_store_state", "qla_store_segment", "qla_store_split"]
     ends = after.index(f"if ({place}[{ENDS}] != 0) {{")
-    assert ends < after.index(f"if (use_items < {PREP_STATE}) {{") < after.index("qla_store_state(")
+    assert ends < after.index(f"if (use_items < {PREP_STATE}) {{") < after.index("qla_store_state<")
     if not cfg.reverse:
-        values = rf"if \(\({place}\[{SOURCE}\] == {IDENTITY}\)\) \{{\s+(condval) = 0x0p\+0f.*\s+\}} else \{{\s+\1 = 0x1p\+0f"
+        values = rf"if \(\({place}\[{SOURCE}\] == {IDENTITY}\)\) \{{\s+(condval\w*) = 0x0p\+0f.*\s+\}} else \{{\s+\1 = 0x1p\+0f"
         assert re.search(values, roles(cfg, code)["IO 1"]), "no values enter a transition"
 
 
@@ -188,6 +203,12 @@ def column(text, block_v):
     return text.split(" | ")[-1 if block_v == 64 else 0].strip()
 
 
+def size_of(text, cfg):
+    """Bytes, from a number or a multiple of K."""
+    value = column(text, cfg.block_v)
+    return int(value.removesuffix(" K")) * (cfg.head_k if "K" in value else 1)
+
+
 def test_roles_in_docstring(kernel):
     cfg, *_ = kernel
     rows = re.findall(r"^    (\w+) +(.+?)  +(\d+ \| \d+) +(\S.*)$", section("Roles", "Shared memory"), re.M)
@@ -206,13 +227,13 @@ def test_roles_in_docstring(kernel):
 
 def test_shared_memory_in_docstring(kernel):
     cfg, _, _ = kernel
-    rows = re.findall(r"^    (\w+) +\[(.+?)\] +(\d+(?: \| \d+)?)(.*)$", section("Shared memory", "Barriers"), re.M)
-    rows = [row for row in rows if "static" not in row[3]]
-    documented = {name: int(column(size, cfg.block_v)) for name, _, size, note in rows if cfg.reverse or "in reverse only" not in note}
-    assert documented == cfg.smem_table()
+    rows = re.findall(r"^    (\w+) +\[(.+?)\] +(\d+(?: K| \| \d+)?)(.*)$", section("Shared memory", "Barriers"), re.M)
+    absent = ["static", *([] if cfg.reverse else ["in reverse only"]), *([] if cfg.head_k == 128 else ["with K = 128"])]
+    rows = [row for row in rows if not any(words in row[3] for words in absent)]
+    assert {name: size_of(size, cfg) for name, _, size, _ in rows} == cfg.smem_table()
     for name, shape, size, _ in rows:
-        extents = [int(n) for n in shape.replace("block_v", str(cfg.block_v)).split(", ")]
-        assert 2 * prod(extents) == int(column(size, cfg.block_v)), name
+        extents = [int(n) for n in shape.replace("block_v", str(cfg.block_v)).replace("K", str(cfg.head_k)).split(", ")]
+        assert 2 * prod(extents) == size_of(size, cfg), name
 
 
 def test_static_shared_memory_in_docstring(kernel):
@@ -265,7 +286,7 @@ def test_config_rejects_what_it_cannot_do(monkeypatch):
 
 
 def test_variants_are_distinct():
-    assert len({cfg.name for cfg in scan.CONFIGS}) == len(set(scan.CONFIGS)) == len(scan.CONFIGS) == 8
+    assert len({cfg.name for cfg in scan.CONFIGS}) == len(set(scan.CONFIGS)) == len(scan.CONFIGS) == 16
 
 
 @pytest.mark.parametrize(("items", "block_v"), [(1, 64), (66, 64), (67, 128), (132, 128), (133, 64), (198, 64), (199, 128), (264, 128)])

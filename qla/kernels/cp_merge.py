@@ -6,16 +6,17 @@ In reverse the same with gradients, from the end: dS_j = dS*_j + M_{j+1}^T dS_{j
 segment j. States are kept V-first in accumulators, M as M^T [in, out]. Both are split into a high and a low bf16 part, and all products
 but low times low are taken: what is left out is below 2^-16 of the result, so that the chain adds nothing to the error of the scans.
 
-Shapes   Segments [segments, HV, 16384] fp32, in accumulators' order; Transitions [segments, HV, 2, 128, 128] bf16, M_{j-1}^T at segment
-         j, high part first; Items [segments, HV, 4] int32, forward ones in both directions; Cu [S + 1] int32. Segments, heads, sequences,
-         lengths: run-time values. One block a (sequence, head, half of V); it leaves if the head takes no transition.
+Shapes   Segments [segments, HV, V K] fp32, in accumulators' order; Transitions [segments, HV, 2, K, K] bf16, M_{j-1}^T at segment
+         j, high part first; Items [segments, HV, 4] int32, forward ones in both directions; Cu [S + 1] int32. K (64 or 128) is fixed at
+         compile time. Segments, heads, V (64 or 128), sequences, lengths: run-time values. One block a (sequence, head, 64 columns of V);
+         it leaves if the head takes no transition.
 Roles    (registers a thread)
     role    threads   regs   work
     STATE   0-127     232    the chain
     IO      128-255    24    warp 0: TMA loads
 Shared memory                bytes
-    m0      [4, 128, 64]     65536   M^T, columns 0-63 (out) of it: two stages of a high and a low part
-    m1      [4, 128, 64]     65536   the others
+    m0      [4, K, 64]       512 K   M^T, columns 0-63 (out) of it: two stages of a high and a low part
+    m1      [4, K, 64]       512 K   the others, with K = 128
     place   [2] int32           16   (static, with the barriers) segment of the first state, number of steps
 Barriers
     name          signalled by   waited by   count
@@ -23,9 +24,9 @@ Barriers
     m_ring.empty  STATE          IO 0        128
     block sync, twice, before the roles: the barriers are ready; the place, which thread 0 writes, can be read
 Schedule of step i (segment first + 1 + i; in reverse first - 1 - i)
-    IO 0    acquire m_ring | TMA both parts of both halves of M, up to two steps ahead | commit
-    STATE   load S* | split S into parts | wait m_ring | low S high M + high S low M + high S high M, by halves of in and out | release
-            m_ring | add S* | store S
+    IO 0    acquire m_ring | TMA both parts of all of M, up to two steps ahead | commit
+    STATE   load S* | split S into parts | wait m_ring | low S high M + high S low M + high S high M, by halves of in and out (K = 64: one)
+            release m_ring | add S* | store S
 """
 
 import functools
@@ -40,7 +41,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from qla.kernels.ws import (
     FULL_ROW,
     HALF,
-    HEAD_DIM,
+    HEAD_DIMS,
     PASS_CONFIGS,
     WARP,
     WARPGROUP,
@@ -48,6 +49,7 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    halves_of,
     once_per_config,
     uniform,
 )
@@ -67,6 +69,7 @@ class MergeConfig(KernelConfig):
     """Everything fixed at compile time. Equal configs share one compiled kernel."""
 
     reverse: bool = False
+    head_k: int = 128  # K
     stages: int = 2  # transitions in flight
     dtype: str = "bfloat16"  # of the parts, whatever the inputs' dtype: a transition has no bound that fp16 could rely on
 
@@ -79,15 +82,20 @@ class MergeConfig(KernelConfig):
     def regs(self) -> dict[Role, int]:
         return REGS
 
+    @property
+    def halves(self) -> int:
+        """Fragments of the state, 64 columns of K each."""
+        return self.head_k // HALF
+
     def smem_table(self) -> dict[str, int]:
-        return {name: self.stages * 2 * HEAD_DIM * HALF * 2 for name in ("m0", "m1")}
+        return {f"m{n}": self.stages * 2 * self.head_k * HALF * 2 for n in range(self.halves)}
 
     @property
     def name(self) -> str:
-        return f"merge_{'reverse' if self.reverse else 'forward'}"
+        return f"merge_{'reverse' if self.reverse else 'forward'}_k{self.head_k}"
 
 
-CONFIGS = (MergeConfig(False), MergeConfig(True))
+CONFIGS = tuple(MergeConfig(reverse, k) for k in HEAD_DIMS for reverse in (False, True))
 
 
 @T.macro
@@ -111,35 +119,45 @@ def multiply_half(cfg, s, t, n, out):
     # small terms first
     m = (s.m0, s.m1)
     multiply(cfg, s.L0, m, 2 * t, n, 0, out, True)
-    multiply(cfg, s.L1, m, 2 * t, n, 1, out, False)
+    if cfg.halves == 2:
+        multiply(cfg, s.L1, m, 2 * t, n, 1, out, False)
     multiply(cfg, s.H0, m, 2 * t + 1, n, 0, out, False)
-    multiply(cfg, s.H1, m, 2 * t + 1, n, 1, out, False)
+    if cfg.halves == 2:
+        multiply(cfg, s.H1, m, 2 * t + 1, n, 1, out, False)
     multiply(cfg, s.H0, m, 2 * t, n, 0, out, False)
-    multiply(cfg, s.H1, m, 2 * t, n, 1, out, False)
+    if cfg.halves == 2:
+        multiply(cfg, s.H1, m, 2 * t, n, 1, out, False)
 
 
 @T.macro
-def state_role(cfg, s, ring, Segments, heads, head, v0, tx):
+def state_role(cfg, s, ring, Segments, heads, head, value_dim, v0, tx):
     first = uniform(s.place[FIRST])
     steps = uniform(s.place[STEPS])
-    T.call_extern("int32", "qla_load_segment", T.address_of(Segments[state_at(first, heads, head)]), v0, s.S0.data, s.S1.data, tx)
+    load = f"qla_load_segment<{cfg.head_k}>"
+    start = state_at(cfg, first, heads, head, value_dim)
+    T.call_extern("int32", load, T.address_of(Segments[start]), value_dim, v0, *halves_of(s), tx)
     for i in T.serial(steps):
-        at = state_at(first - 1 - i if cfg.reverse else first + 1 + i, heads, head)
-        T.call_extern("int32", "qla_load_segment", T.address_of(Segments[at]), v0, s.X0.data, s.X1.data, tx)
+        at = state_at(cfg, first - 1 - i if cfg.reverse else first + 1 + i, heads, head, value_dim)
+        added = (s.X0.data, (s.X0 if s.X1 is None else s.X1).data)
+        T.call_extern("int32", load, T.address_of(Segments[at]), value_dim, v0, *added, tx)
         split(s.S0, s.H0, s.L0)
-        split(s.S1, s.H1, s.L1)
+        if cfg.halves == 2:
+            split(s.S1, s.H1, s.L1)
         ring.wait(i)
         multiply_half(cfg, s, i % cfg.stages, 0, s.S0)
-        multiply_half(cfg, s, i % cfg.stages, 1, s.S1)
+        if cfg.halves == 2:
+            multiply_half(cfg, s, i % cfg.stages, 1, s.S1)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(s.S0, num_regs=32)
-        T.warpgroup_fence_operand(s.S1, num_regs=32)
+        if cfg.halves == 2:
+            T.warpgroup_fence_operand(s.S1, num_regs=32)
         ring.release(i)
         for v, k in T.Parallel(HALF, HALF):
             s.S0[v, k] += s.X0[v, k]
-        for v, k in T.Parallel(HALF, HALF):
-            s.S1[v, k] += s.X1[v, k]
-        T.call_extern("int32", "qla_store_segment", T.address_of(Segments[at]), v0, s.S0.data, s.S1.data, tx)
+        if cfg.halves == 2:
+            for v, k in T.Parallel(HALF, HALF):
+                s.S1[v, k] += s.X1[v, k]
+        T.call_extern("int32", f"qla_store_segment<{cfg.head_k}>", T.address_of(Segments[at]), value_dim, v0, *halves_of(s), tx)
 
 
 @T.macro
@@ -152,12 +170,33 @@ def load_warp(cfg, s, ring, Transitions, head):
         for part in T.unroll(2):
             to = i % cfg.stages * 2 + part
             T.tma_copy(Transitions[at, head, part, :, 0:HALF], s.m0[to, :, :], barrier=ring.full[i % cfg.stages])
-            T.tma_copy(Transitions[at, head, part, :, HALF:HEAD_DIM], s.m1[to, :, :], barrier=ring.full[i % cfg.stages])
+            if cfg.halves == 2:
+                T.tma_copy(Transitions[at, head, part, :, HALF : 2 * HALF], s.m1[to, :, :], barrier=ring.full[i % cfg.stages])
         ring.commit(i)
 
 
-def state_at(segment, heads, head):
-    return (T.cast(segment, "int64") * heads + head) * (HEAD_DIM * HEAD_DIM)
+def state_at(cfg, segment, heads, head, value_dim):
+    return (T.cast(segment, "int64") * heads + head) * (cfg.head_k * value_dim)
+
+
+def buffers(cfg: MergeConfig) -> SimpleNamespace:
+    """Shared memory and fragments, allocated in the kernel being traced; those of a second half of K are None where there is none."""
+
+    def tiles(half):
+        return T.alloc_shared((cfg.stages * 2, cfg.head_k, HALF), "bfloat16") if half < cfg.halves else None
+
+    def fragments(name, dtype):
+        return {f"{name}{half}": T.alloc_fragment((HALF, HALF), dtype) if half < cfg.halves else None for half in range(2)}
+
+    return SimpleNamespace(
+        m0=tiles(0),
+        m1=tiles(1),
+        place=T.alloc_shared((2,), "int32", scope="shared"),
+        **fragments("S", "float32"),
+        **fragments("X", "float32"),
+        **fragments("H", "bfloat16"),
+        **fragments("L", "bfloat16"),
+    )
 
 
 def prim_func(cfg: MergeConfig):
@@ -168,35 +207,31 @@ def prim_func(cfg: MergeConfig):
     @T.prim_func
     def merge_kernel(
         Segments: T.Tensor((segments_size,), f32),
-        Transitions: T.Tensor((segments, heads, 2, HEAD_DIM, HEAD_DIM), bf16),
+        Transitions: T.Tensor((segments, heads, 2, cfg.head_k, cfg.head_k), bf16),
         Items: T.Tensor((segments, heads, 4), int32),
         Cu: T.Tensor((cu_size,), int32),
         # run-time
+        value_dim: T.int32,
         num_seqs: T.int32,
         seq_len: T.int32,  # 0: lengths are in Cu
         tokens: T.int32,
         segment_chunks: T.int32,
     ):
-        with T.Kernel(num_seqs * heads * 2, threads=cfg.threads) as bid:
+        wide = value_dim // (2 * HALF)  # 1: two halves of V
+        with T.Kernel(num_seqs * heads * (1 + wide), threads=cfg.threads) as bid:
             T.import_source(device_source(__file__))
-            s = SimpleNamespace(
-                m0=T.alloc_shared((cfg.stages * 2, HEAD_DIM, HALF), bf16),
-                m1=T.alloc_shared((cfg.stages * 2, HEAD_DIM, HALF), bf16),
-                place=T.alloc_shared((2,), int32, scope="shared"),
-                **{name: T.alloc_fragment((HALF, HALF), f32) for name in ("S0", "S1", "X0", "X1")},
-                **{name: T.alloc_fragment((HALF, HALF), bf16) for name in ("H0", "H1", "L0", "L1")},
-            )
+            s = buffers(cfg)
             T.annotate_layout({
-                s.m0: make_full_bank_swizzled_layout(s.m0), s.m1: make_full_bank_swizzled_layout(s.m1),
-                s.X0: accumulator(), s.X1: accumulator(),
+                **{m: make_full_bank_swizzled_layout(m) for m in (s.m0, s.m1) if m is not None},
+                **{x: accumulator() for x in (s.X0, s.X1) if x is not None},
             })  # fmt: skip
             ring = Ring(cfg.stages, producers=WARP, consumers=WARPGROUP, name="m_ring")
 
             tx = T.get_thread_binding()
-            v0 = bid % 2 * HALF
-            head = T.truncmod(bid // 2, heads)
+            v0 = (bid & wide) * HALF
+            head = T.truncmod(bid >> wide, heads)
             if tx == 0:
-                seq = T.truncdiv(bid // 2, heads)
+                seq = T.truncdiv(bid >> wide, heads)
                 tables = (T.access_ptr(s.place, "w"), T.access_ptr(Items, "r"), cfg.reverse, T.access_ptr(Cu, "r"))
                 T.call_extern(int32, "qla_locate_chain", *tables, seq, seq_len, tokens, segment_chunks, head, heads)
             T.sync_threads()
@@ -204,7 +239,7 @@ def prim_func(cfg: MergeConfig):
             if tx < WARPGROUP:
                 T.set_max_nreg(REGS[Role.STATE], 1)
                 if s.place[STEPS] > 0:
-                    state_role(cfg, s, ring, Segments, heads, head, v0, tx)
+                    state_role(cfg, s, ring, Segments, heads, head, value_dim, v0, tx)
             else:
                 T.set_max_nreg(REGS[Role.IO], 0)
                 if tx < WARPGROUP + WARP:
@@ -229,27 +264,28 @@ def build(cfg: MergeConfig):
 
 
 @functools.cache
-def config_for(reverse: bool) -> MergeConfig:
-    return MergeConfig(reverse)
+def config_for(reverse: bool, head_k: int) -> MergeConfig:
+    return MergeConfig(reverse, head_k)
 
 
 def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, seq_len, segment_chunks, reverse) -> None:
     """Completes the states that the segments of heads with a transition start from; one launch on the current stream.
 
     Args:
-        segment_states: fp32 [segments, HV, 128, 128], as `cp_prep` leaves them; in reverse the gradients.
-        transitions: bf16 [segments, HV, 2, 128, 128] (`cp_prep`).
+        segment_states: fp32 [segments, HV, V, K], as `cp_prep` leaves them; in reverse the gradients.
+        transitions: bf16 [segments, HV, 2, K, K] (`cp_prep`).
         items: int32 [segments, HV, 4], the forward ones (`cp_plan`).
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         tokens: of all sequences.
         segment_chunks: L, as given to `cp_plan`.
         reverse: whether these are gradients.
     """
-    build(config_for(reverse))(
+    build(config_for(reverse, transitions.shape[-1]))(
         segment_states.view(-1),
         transitions,
         items,
         torch.empty(1, dtype=torch.int32, device=items.device) if cu_seqlens is None else cu_seqlens,
+        segment_states.shape[2],
         num_seqs,
         0 if cu_seqlens is not None else seq_len,
         tokens,

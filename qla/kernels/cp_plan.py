@@ -24,7 +24,7 @@ Item     (start, first, end, flags | sequence << 8), in chunks of the sequence. 
                   16  two blocks share it, each a half of V
          An empty sequence has one item without chunks, through which its state passes. Scans take no notice of flag 16.
 Order    of the blocks of `fwd_fused`: 2 (row of an item) + half of V, items of serial heads first, then the others, then -1. Serial items
-         are split if there are no more than split_serial_up_to of them, the others if `split` says so.
+         are split if there are no more than split_serial_up_to of them, the others if `split` says so; with V = 64 none is.
 Roles    one block of 1024 threads: an item each, and as many rounds as it takes
 Shared memory    bytes
     counts [2]   8 (static)    slow and growing (sequence, head) pairs
@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import HALF, PASS_CONFIGS, compile_kernel, device_source, once_per_config
 
 THREADS = 1024
 WARMUP, TRANSITION, SERIAL = range(3)  # ways; cp_plan.cuh names the same
@@ -118,6 +118,7 @@ def cp_plan(
     max_transition_heads,
     threshold,
     num_sms,
+    value_dim,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Items of both directions, [num_segments, HV, 4] int32, forward first, and the order of their blocks.
 
@@ -134,7 +135,9 @@ def cp_plan(
         max_warmup, max_transition_heads: see the head of this file.
         threshold: log2 units, > 0.
         num_sms: multiprocessors of the device.
+        value_dim: V; what is 64 wide is not split.
     """
+    may_split = value_dim > HALF
     heads = bound.shape[1]
     forward, reverse = torch.empty(2, num_segments, heads, 4, dtype=torch.int32, device=bound.device)
     order = torch.empty(2 * num_segments * heads, dtype=torch.int32, device=bound.device)
@@ -148,11 +151,11 @@ def cp_plan(
         0 if cu_seqlens is not None else seq_len,
         tokens,
         segment_chunks,
-        int(split),
+        int(split and may_split),
         inline_warmup,
         max_warmup,
         max_transition_heads,
-        num_sms // 2,
+        num_sms // 2 if may_split else -1,
         threshold,
     )
     return forward, reverse, order

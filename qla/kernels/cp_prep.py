@@ -16,11 +16,13 @@ cumulative, log2 units; gamma = 2^g; L the last token; s the scale; A the gated 
     reverse   dVd = diag(gamma_L/gamma) K dS' + P^T dO   P  = s Lower(Gamma * Q K^T)               dW = A^T dVd
               dS  = gamma_L dS' + s Q^T diag(gamma) dO - K^T diag(beta gamma) dW
 
-Shapes   Q, K [N, H, 128], X (V, or dO in reverse) [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32;
-         States [slots, heads, 128, 128] 16-bit, V-first, of heads head0 .. head0 + heads - 1; the states at both ends fp32
-         [S, HV, 128, 128]. Items [segments, HV, 4] int32 of the direction; Segments [segments, HV, 16384] fp32, in accumulators' order;
-         Transitions [segments, HV, 2, 128, 128] bf16, M^T [in, out], high part first.
-         N tokens, heads, sequences, segments, scale, states, their layout: run-time values.
+Shapes   Q, K [N, H, K], X (V, or dO in reverse) [N, HV, V], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32;
+         States [slots, heads, V, K] 16-bit, V-first, of heads head0 .. head0 + heads - 1; the states at both ends fp32
+         [S, HV, K, V]. Items [segments, HV, 4] int32 of the direction; Segments [segments, HV, V K] fp32, in accumulators' order;
+         Transitions [segments, HV, 2, K, K] bf16, M^T [in, out], high part first.
+         K (64 or 128) is fixed at compile time. N tokens, heads, sequences, segments, scale, states, their layout and, with block_v = 64,
+         V (64 or 128): run-time values. Blocks of a transition divide its K rows as others do the V columns, so block_v = 64 if one of
+         the two is 64.
          The chunks of sequence n have the slots from cu[n] / 64 + n on (equal lengths: the chunks in order).
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
@@ -28,13 +30,13 @@ Roles    (registers a thread; block_v = 128 | 64)
     SCORE   next 128          64 | 128   P, one chunk ahead; in reverse only
     IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: states to memory
 Shared memory                   bytes (block_v = 128 | 64)
-    q        [3, 64, 128]       49152            in reverse only
-    k        [3, 64, 128]       49152
+    q        [3, 64, K]         384 K            in reverse only
+    k        [3, 64, K]         384 K
     x        [3, 64, block_v]   49152 | 24576
     a        [3, 64, 64]        24576
     p        [64, 64]            8192            in reverse only
     state0   [block_v, 64]      16384 | 8192     columns 0-63 of K
-    state1   [block_v, 64]      16384 | 8192     the others
+    state1   [block_v, 64]      16384 | 8192     the others, with K = 128
     gates    5 x [3, 64] fp32    3840            (static, with the barriers; forward 3 x, 2304)
     decay    [3] fp32              16            (static)
     place    [12] int32            48            (static) what the block works on: fields in ws.py
@@ -57,7 +59,7 @@ Schedule of chunk i, the i-th that the block walks (| separates what runs while 
             dW | dS -= K^T diag(beta gamma) dW | release tiles
             [in brackets: from chunk `skip` on; none of them where segments' starts are prepared]
             behind the last chunk: reverse dS += Q^T (what rounding took from diag(gamma) dO) | the state to memory, if it is wanted
-    IO 2    for chunk skip and later ones: wait state_ring | fence | TMA both halves of the state | release state_ring
+    IO 2    for chunk skip and later ones: wait state_ring | fence | TMA the state by halves of K | release state_ring
 """
 
 import functools
@@ -76,7 +78,7 @@ from qla.kernels.ws import (
     ENDS,
     FULL_ROW,
     HALF,
-    HEAD_DIM,
+    HEAD_DIMS,
     IDENTITY,
     ITEM,
     KEY_HEAD,
@@ -99,6 +101,7 @@ from qla.kernels.ws import (
     compile_kernel,
     device_source,
     fetch_gates,
+    halves_of,
     load_state,
     once_per_config,
     score_role,
@@ -130,6 +133,7 @@ class ScanConfig(KernelConfig):
     reverse: bool = False  # the gradient of the state, from the last chunk to the first
     block_v: int = 128  # columns of V a block owns
     dtype: str = "bfloat16"  # of q, k, x, A, states
+    head_k: int = 128  # K
     stages: int = 3  # chunks in flight
 
     def __post_init__(self):
@@ -156,31 +160,49 @@ class ScanConfig(KernelConfig):
 
     def smem_table(self) -> dict[str, int]:
         table = {
-            "q": self.stages * CHUNK * HEAD_DIM * 2,
-            "k": self.stages * CHUNK * HEAD_DIM * 2,
+            "q": self.stages * CHUNK * self.head_k * 2,
+            "k": self.stages * CHUNK * self.head_k * 2,
             "x": self.stages * CHUNK * self.block_v * 2,
             "a": self.stages * CHUNK * CHUNK * 2,
             "p": CHUNK * CHUNK * 2,
             "state0": self.block_v * HALF * 2,
             "state1": self.block_v * HALF * 2,
         }
-        return table if self.reverse else {name: size for name, size in table.items() if name not in ("q", "p")}
+        absent = (() if self.reverse else ("q", "p")) + (() if self.halves == 2 else ("state1",))
+        return {name: size for name, size in table.items() if name not in absent}
+
+    @property
+    def halves(self) -> int:
+        """Fragments of the state, 64 columns of K each."""
+        return self.head_k // HALF
 
     @property
     def name(self) -> str:
-        return f"scan_{'reverse' if self.reverse else 'forward'}_v{self.block_v}_{self.dtype}"
+        return f"scan_{'reverse' if self.reverse else 'forward'}_k{self.head_k}_v{self.block_v}_{self.dtype}"
 
 
-CONFIGS = tuple(ScanConfig(reverse, v, dtype) for dtype in ("bfloat16", "float16") for reverse in (False, True) for v in (128, 64))
+CONFIGS = tuple(
+    ScanConfig(reverse, v, dtype, k) for dtype in ("bfloat16", "float16") for k in HEAD_DIMS for reverse in (False, True) for v in (128, 64)
+)
 
 
 @T.macro
 def issue_state_product(s, t, out, tx):
     # out^T = S^T K^T
     T.copy(s.S0, s.Sb0)
-    T.copy(s.S1, s.Sb1)
+    if s.S1 is not None:
+        T.copy(s.S1, s.Sb1)
     T.wgmma_gemm(s.Sb0, s.k[t, :, 0:HALF], out, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-    T.wgmma_gemm(s.Sb1, s.k[t, :, HALF:HEAD_DIM], out, transpose_B=True, policy=FULL_ROW)
+    if s.S1 is not None:
+        T.wgmma_gemm(s.Sb1, s.k[t, :, HALF : 2 * HALF], out, transpose_B=True, policy=FULL_ROW)
+
+
+@T.macro
+def add_to_state(s, rows, t):
+    # S^T += W rows, in halves of K
+    T.wgmma_gemm(s.W, rows[t, :, 0:HALF], s.S0, policy=FULL_ROW)
+    if s.S1 is not None:
+        T.wgmma_gemm(s.W, rows[t, :, HALF : 2 * HALF], s.S1, policy=FULL_ROW)
 
 
 @T.macro
@@ -189,7 +211,8 @@ def hand_state(s, i, skip, state_ring, tx):
         # the store warp fences: that orders these stores before its TMA store, and costs nothing here
         state_ring.acquire(i - skip)
         T.call_extern("int32", "qla_store_plain", s.Sb0.data, T.access_ptr(s.state0[0, 0], "r"), tx)
-        T.call_extern("int32", "qla_store_plain", s.Sb1.data, T.access_ptr(s.state1[0, 0], "r"), tx)
+        if s.S1 is not None:
+            T.call_extern("int32", "qla_store_plain", s.Sb1.data, T.access_ptr(s.state1[0, 0], "r"), tx)
         state_ring.commit(i - skip)
 
 
@@ -198,15 +221,17 @@ def decay_state(s, t):
     s.last[0] = s.decay[t]
     for v, k in T.Parallel(s.block_v, HALF):
         s.S0[v, k] *= s.last[0]
-    for v, k in T.Parallel(s.block_v, HALF):
-        s.S1[v, k] *= s.last[0]
+    if s.S1 is not None:
+        for v, k in T.Parallel(s.block_v, HALF):
+            s.S1[v, k] *= s.last[0]
 
 
 @T.macro
 def wait_for_state(s):
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.S0, num_regs=32)
-    T.warpgroup_fence_operand(s.S1, num_regs=32)
+    if s.S1 is not None:
+        T.warpgroup_fence_operand(s.S1, num_regs=32)
 
 
 @T.macro
@@ -231,8 +256,7 @@ def forward_role(cfg, s, tiles, state_ring, tx):
         # S^T += (Vd^T diag(gamma_L/gamma)) K
         for v, c in T.Parallel(s.block_v, CHUNK):
             s.W[v, c] = s.Vd[v, c] * s.gamma_rest[i % cfg.stages, c]
-        T.wgmma_gemm(s.W, s.k[i % cfg.stages, :, 0:HALF], s.S0, policy=FULL_ROW)
-        T.wgmma_gemm(s.W, s.k[i % cfg.stages, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
+        add_to_state(s, s.k, i % cfg.stages)
         wait_for_state(s)
         tiles.release(i)
 
@@ -250,9 +274,8 @@ def reverse_role(cfg, s, tiles, p_ring, state_ring, tx):
         # dS^T += (s dO^T diag(gamma)) Q
         for v, c in T.Parallel(s.block_v, CHUNK):
             s.W[v, c] = s.Xt[c, v] * s.scale_gamma[i % cfg.stages, c]
-        T.wgmma_gemm(s.W, s.q[i % cfg.stages, :, 0:HALF], s.S0, policy=FULL_ROW)
-        T.wgmma_gemm(s.W, s.q[i % cfg.stages, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
-        T.wait_wgmma(2)
+        add_to_state(s, s.q, i % cfg.stages)
+        T.wait_wgmma(cfg.halves)
         T.warpgroup_fence_operand(s.U, num_regs=32)
         # dVd^T = (dS^T K^T) diag(gamma_L/gamma) + dO^T P
         for v, c in T.Parallel(s.block_v, CHUNK):
@@ -272,8 +295,7 @@ def reverse_role(cfg, s, tiles, p_ring, state_ring, tx):
         # dS^T -= (dW^T diag(beta gamma)) K
         for v, c in T.Parallel(s.block_v, CHUNK):
             s.W[v, c] = -s.beta_gamma[i % cfg.stages, c] * s.Vd[v, c]
-        T.wgmma_gemm(s.W, s.k[i % cfg.stages, :, 0:HALF], s.S0, policy=FULL_ROW)
-        T.wgmma_gemm(s.W, s.k[i % cfg.stages, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
+        add_to_state(s, s.k, i % cfg.stages)
         wait_for_state(s)
         tiles.release(i)
     if num_chunks > 0:
@@ -284,18 +306,18 @@ def reverse_role(cfg, s, tiles, p_ring, state_ring, tx):
             s.W[v, c] = s.Xt[c, v] * s.scale_gamma[t, c]
         for v, c in T.Parallel(s.block_v, CHUNK):
             s.W[v, c] = s.Xt[c, v] * s.scale_gamma[t, c] - T.cast(s.W[v, c], "float32")
-        T.wgmma_gemm(s.W, s.q[t, :, 0:HALF], s.S0, policy=FULL_ROW)
-        T.wgmma_gemm(s.W, s.q[t, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
+        add_to_state(s, s.q, t)
         wait_for_state(s)
 
 
 @T.macro
 def issue_loads(cfg, s, Q, K, X, A, barrier, index, t, row, hk, hv, v0):
-    T.tma_copy(K[row : row + CHUNK, hk, 0:HEAD_DIM], s.k[t, :, :], barrier=barrier[index])
+    # of X, which no transition uses, zeros arrive where a block of one has rows past V
+    T.tma_copy(K[row : row + CHUNK, hk, 0 : cfg.head_k], s.k[t, :, :], barrier=barrier[index])
     T.tma_copy(X[row : row + CHUNK, hv, v0 : v0 + s.block_v], s.x[t, :, :], barrier=barrier[index])
     T.tma_copy(A[row : row + CHUNK, hv, 0:CHUNK], s.a[t, :, :], barrier=barrier[index])
     if cfg.reverse:
-        T.tma_copy(Q[row : row + CHUNK, hk, 0:HEAD_DIM], s.q[t, :, :], barrier=barrier[index])
+        T.tma_copy(Q[row : row + CHUNK, hk, 0 : cfg.head_k], s.q[t, :, :], barrier=barrier[index])
 
 
 @T.macro
@@ -315,11 +337,11 @@ def load_warp(cfg, s, tiles, tail, Q, K, X, A, v0, lane):
             issue_loads(cfg, s, Q, K, X, A, tail, 0, i % cfg.stages, begin + first, hk, hv, v0)
             T.barrier_arrive(tail[0])
             T.barrier_wait(tail[0], 0)
-            T.call_extern("int32", "qla_zero_rows", T.address_of(s.k[i % cfg.stages, 0, 0]), HEAD_DIM // 64, length - first, lane)
+            T.call_extern("int32", "qla_zero_rows", T.address_of(s.k[i % cfg.stages, 0, 0]), cfg.halves, length - first, lane)
             T.call_extern("int32", "qla_zero_rows", T.address_of(s.x[i % cfg.stages, 0, 0]), cfg.block_v // 64, length - first, lane)
             T.call_extern("int32", "qla_zero_rows", T.address_of(s.a[i % cfg.stages, 0, 0]), 1, length - first, lane)
             if cfg.reverse:
-                T.call_extern("int32", "qla_zero_rows", T.address_of(s.q[i % cfg.stages, 0, 0]), HEAD_DIM // 64, length - first, lane)
+                T.call_extern("int32", "qla_zero_rows", T.address_of(s.q[i % cfg.stages, 0, 0]), cfg.halves, length - first, lane)
             T.fence_proxy_async()
         tiles.commit(i)
 
@@ -363,12 +385,13 @@ def store_warp(cfg, s, state_ring, States, head0, v0):
         state_ring.wait(i)
         T.fence_proxy_async()
         T.tma_copy(s.state0, States[slot, head, v0 : v0 + cfg.block_v, 0:HALF])
-        T.tma_copy(s.state1, States[slot, head, v0 : v0 + cfg.block_v, HALF:HEAD_DIM])
+        if cfg.halves == 2:
+            T.tma_copy(s.state1, States[slot, head, v0 : v0 + cfg.block_v, HALF : 2 * HALF])
         T.tma_store_wait(0)
         state_ring.release(i)
 
 
-def buffers(cfg: ScanConfig, value_heads) -> SimpleNamespace:
+def buffers(cfg: ScanConfig, value_heads, value_dim) -> SimpleNamespace:
     """Shared memory and fragments, allocated in the kernel being traced."""
     st, bv, dt, f32 = cfg.stages, cfg.block_v, cfg.dtype, "float32"
 
@@ -377,18 +400,20 @@ def buffers(cfg: ScanConfig, value_heads) -> SimpleNamespace:
 
     s = SimpleNamespace(
         block_v=bv,
-        k=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
+        head_k=cfg.head_k,
+        value_dim=value_dim,
+        k=T.alloc_shared((st, CHUNK, cfg.head_k), dt),
         x=T.alloc_shared((st, CHUNK, bv), dt),
         a=T.alloc_shared((st, CHUNK, CHUNK), dt),
         state0=T.alloc_shared((bv, HALF), dt),
-        state1=T.alloc_shared((bv, HALF), dt),
+        state1=T.alloc_shared((bv, HALF), dt) if cfg.halves == 2 else None,
         beta_gamma=gates(),
         gamma_rest=gates(),  # gamma_L / gamma
         decay=T.alloc_shared((st,), f32, scope="shared"),  # gamma_L
         S0=T.alloc_fragment((bv, HALF), f32),
-        S1=T.alloc_fragment((bv, HALF), f32),
+        S1=T.alloc_fragment((bv, HALF), f32) if cfg.halves == 2 else None,
         Sb0=T.alloc_fragment((bv, HALF), dt),
-        Sb1=T.alloc_fragment((bv, HALF), dt),
+        Sb1=T.alloc_fragment((bv, HALF), dt) if cfg.halves == 2 else None,
         U=T.alloc_fragment((bv, CHUNK), f32),  # in reverse dVd
         Xt=T.alloc_fragment((CHUNK, bv), dt),
         W=T.alloc_fragment((bv, CHUNK), dt),
@@ -402,7 +427,7 @@ def buffers(cfg: ScanConfig, value_heads) -> SimpleNamespace:
         next_gates=T.alloc_local((4,), f32),
     )
     if cfg.reverse:
-        s.q = T.alloc_shared((st, CHUNK, HEAD_DIM), dt)
+        s.q = T.alloc_shared((st, CHUNK, cfg.head_k), dt)
         s.p = T.alloc_shared((CHUNK, CHUNK), dt)
         s.g, s.g_scaled, s.scale_gamma = gates(), gates(), gates()  # g_scaled: g + log2 s
         s.Xv = T.alloc_fragment((bv, CHUNK), dt)
@@ -417,6 +442,7 @@ def buffers(cfg: ScanConfig, value_heads) -> SimpleNamespace:
 def prim_func(cfg: ScanConfig):
     """The kernel of one config, for `tilelang.compile` or for lowering without a GPU."""
     N, H, HV = T.dynamic("N, H, HV")
+    DV = T.dynamic("DV") if cfg.block_v == HALF else cfg.block_v  # V
     slots, heads = T.dynamic("slots, heads")
     cu_size, h0_size, ht_size, items_size = T.dynamic("cu_size, h0_size, ht_size, items_size")
     segments_size, transitions_size = T.dynamic("segments_size, transitions_size")
@@ -425,13 +451,13 @@ def prim_func(cfg: ScanConfig):
 
     @T.prim_func
     def scan_kernel(
-        Q: T.Tensor((N, H, HEAD_DIM), dt),
-        K: T.Tensor((N, H, HEAD_DIM), dt),
-        X: T.Tensor((N, HV, HEAD_DIM), dt),
+        Q: T.Tensor((N, H, cfg.head_k), dt),
+        K: T.Tensor((N, H, cfg.head_k), dt),
+        X: T.Tensor((N, HV, DV), dt),
         A: T.Tensor((N, HV, CHUNK), dt),
         G: T.Tensor((N, HV), f32),
         Beta: T.Tensor((N, HV), f32),
-        States: T.Tensor((slots, heads, HEAD_DIM, HEAD_DIM), dt),
+        States: T.Tensor((slots, heads, DV, cfg.head_k), dt),
         H0: T.Tensor((h0_size,), f32),  # where the scan begins: the initial state, in reverse the final state's gradient
         HT: T.Tensor((ht_size,), f32),
         Cu: T.Tensor((cu_size,), "int32"),
@@ -449,12 +475,14 @@ def prim_func(cfg: ScanConfig):
         use_ht: T.int32,
         v_first: T.int32,
     ):
-        with T.Kernel(num_rows * heads * kinds * (HEAD_DIM // bv), threads=cfg.threads) as bid:
+        # 1: a block has half of 128 rows: V of a state, K of a transition; where only one of them is 128, the other's second blocks leave
+        wide = T.max(DV, (kinds - 1) * cfg.head_k) // (2 * HALF) if bv == HALF else 0
+        with T.Kernel(num_rows * heads * kinds * (1 + wide), threads=cfg.threads) as bid:
             T.import_source(device_source(__file__))
-            s = buffers(cfg, HV)
+            s = buffers(cfg, HV, DV)
             T.annotate_layout({
-                s.Xt: state_fragment(CHUNK, bv), s.x: make_full_bank_swizzled_layout(s.x), s.a: make_full_bank_swizzled_layout(s.a),
-                s.state0: make_full_bank_swizzled_layout(s.state0), s.state1: make_full_bank_swizzled_layout(s.state1),
+                s.Xt: state_fragment(CHUNK, bv),
+                **{x: make_full_bank_swizzled_layout(x) for x in (s.x, s.a, s.state0, s.state1) if x is not None},
             })  # fmt: skip
             p_ring = Ring(1, producers=WARPGROUP, consumers=cfg.state_threads, name="p_ring") if cfg.reverse else None
             tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + cfg.score_threads, name="tiles")
@@ -462,10 +490,13 @@ def prim_func(cfg: ScanConfig):
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
-            v0 = bid % (HEAD_DIM // bv) * bv
-            kind = T.truncdiv(bid // (HEAD_DIM // bv), num_rows * heads)
+            v0 = (bid & wide) * HALF if bv == HALF else 0
+            kind = T.truncdiv(bid >> wide, num_rows * heads)
             if tx == 0:
-                item = T.truncmod(bid // (HEAD_DIM // bv), num_rows * heads)
+                item = T.alloc_var("int32", T.truncmod(bid >> wide, num_rows * heads))
+                if bv == HALF:
+                    if v0 >= T.if_then_else(kind == 0, DV, cfg.head_k):
+                        item = -1
                 problem = (seq_len, N, item, 0, head0, heads, HV, T.truncdiv(HV, H), use_h0)
                 T.call_extern(
                     "int32", "qla_locate", T.access_ptr(s.place, "w"), T.access_ptr(Items, "r"), use_items + kind, cfg.reverse,
@@ -477,7 +508,7 @@ def prim_func(cfg: ScanConfig):
                 T.set_max_nreg(cfg.regs[Role.STATE], 1)
                 load_state(s, H0, Segments, v0, v_first, tx)
                 if s.place[SOURCE] == IDENTITY:
-                    T.call_extern("int32", "qla_identity", v0, s.S0.data, s.S1.data, tx)
+                    T.call_extern("int32", f"qla_identity<{cfg.head_k}>", v0, *halves_of(s), tx)
                 if cfg.reverse:
                     reverse_role(cfg, s, tiles, p_ring, state_ring, tx)
                 else:
@@ -487,10 +518,12 @@ def prim_func(cfg: ScanConfig):
                         if use_ht != 0:
                             store_state(s, HT, state_at(s), v0, v_first, tx)
                     elif kind == 0:
-                        T.call_extern("int32", "qla_store_segment", T.address_of(Segments[segment_at(s)]), v0, s.S0.data, s.S1.data, tx)
+                        T.call_extern(
+                            "int32", f"qla_store_segment<{cfg.head_k}>", T.address_of(Segments[segment_at(s)]), DV, v0, *halves_of(s), tx
+                        )
                     else:
                         T.call_extern(
-                            "int32", "qla_store_split", T.access_ptr(Transitions, "w"), s.place[ITEM], v0, s.S0.data, s.S1.data, tx
+                            "int32", f"qla_store_split<{cfg.head_k}>", T.access_ptr(Transitions, "w"), s.place[ITEM], v0, *halves_of(s), tx
                         )
             elif tx >= cfg.threads - WARPGROUP:
                 T.set_max_nreg(cfg.regs[Role.IO], 0)
@@ -515,8 +548,8 @@ def build(cfg: ScanConfig):
 
 
 @functools.cache
-def config_for(reverse: bool, block_v: int, dtype: torch.dtype) -> ScanConfig:
-    return ScanConfig(reverse, block_v, str(dtype).removeprefix("torch."))
+def config_for(reverse: bool, block_v: int, dtype: torch.dtype, head_k: int) -> ScanConfig:
+    return ScanConfig(reverse, block_v, str(dtype).removeprefix("torch."), head_k)
 
 
 def scan_states(
@@ -526,17 +559,16 @@ def scan_states(
     """Writes the state that enters each chunk; one launch on the current stream.
 
     Args:
-        k: [N, H, 128] bf16 or fp16, contiguous, 16-byte aligned. N tokens of all sequences, packed.
-        v: [N, HV, 128], dtype of k.
+        k: [N, H, K] bf16 or fp16, contiguous, 16-byte aligned, K 64 or 128. N tokens of all sequences, packed.
+        v: [N, HV, V], dtype of k, V 64 or 128.
         g_cum, beta: [N, HV] fp32; log2 gates summed within the chunk (`kkt_solve`).
         A: [N, HV, 64], dtype of k, gated inverse (`kkt_solve`).
-        states: [num_slots(...), heads, 128, 128], dtype of k, of value heads head0 .. head0 + heads - 1; [V, K], written in the slots of
-            all chunks.
-        initial_state: fp32 [num_seqs, HV, 128, 128] or None; [K, V], with state_v_first [V, K].
+        states: [num_slots(...), heads, V, K], dtype of k, of value heads head0 .. head0 + heads - 1; written in the slots of all chunks.
+        initial_state: fp32 [num_seqs, HV, K, V] or None, with state_v_first [num_seqs, HV, V, K].
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
         items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`prepare_states`).
+        segment_states: fp32 [segments, HV, V, K] in accumulators' order, read where an item says so (`prepare_states`).
     """
     place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
     _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, *place, items, segment_states)
@@ -565,7 +597,7 @@ def prepare_states(
 
     Args as of `scan_states`, and:
         segment_states: written for the items that say so.
-        transitions: bf16 [segments, HV, 2, 128, 128], M^T [in, out] as a high and a low part, written for the items that say so, or
+        transitions: bf16 [segments, HV, 2, K, K], M^T [in, out] as a high and a low part, written for the items that say so, or
             None where none may.
     """
     states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
@@ -587,10 +619,12 @@ def _launch(
     items, segment_states, transitions=None, prepare=False,
 ) -> None:  # fmt: skip
     num_rows = num_seqs if items is None else len(items)
-    # as in an uncut call, which is what serial heads are; preparing, all items are alike
-    block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
+    if x.shape[2] == HALF or (transitions is not None and q.shape[2] == HALF):
+        block_v = HALF
+    else:  # as in an uncut call, which is what serial heads are; preparing, all items are alike
+        block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
     nothing = torch.empty(4, dtype=torch.float32, device=k.device)
-    build(config_for(reverse, block_v, k.dtype))(
+    build(config_for(reverse, block_v, k.dtype, k.shape[2]))(
         q,
         k,
         x,

@@ -7,22 +7,23 @@ units; gamma = 2^g; L the last token; s the scale; A the gated inverse of ``kkt_
     U  = K S                          W  = diag(beta) V - diag(beta gamma) U            Vd = A W
     P  = s Lower(Gamma * Q K^T)       O  = s diag(gamma) Q S + P Vd                     S' = gamma_L S + K^T diag(gamma_L/gamma) Vd
 
-Without items a block has a whole sequence, all of V or half of it (block_v). With items (``cp_plan``; always block_v = 128) it has one of
+Without items a block has a whole sequence, all of V or half of it (block_v). With items (``cp_plan``; block_v = V) it has one of
 those that Order lists: its state starts from zero, from the sequence's initial state or from Segments, its first `skip` chunks only warm
-the state up (their O is not stored), and it stores the final state if it walks to the sequence's end. An item may be split: two blocks
-take half of V each, and in each the warpgroup of the other half leaves. Blocks past the last item have no chunks.
+the state up (their O is not stored), and it stores the final state if it walks to the sequence's end. With V = 128 an item may be split:
+two blocks take half of V each, and in each the warpgroup of the other half leaves. Blocks past the last item have no chunks.
 
-Shapes   Q, K [N, H, 128], V, O [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32; states fp32 [S, HV, 128, 128].
-         Items [segments, HV, 4], Order [2 segments HV] int32 (``cp_plan``); Segments [segments, HV, 16384] fp32, in accumulators' order.
-         N tokens, H and HV heads, sequences, segments, scale, initial/final state, their layout: run-time values.
+Shapes   Q, K [N, H, K], V, O [N, HV, V], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32; states fp32 [S, HV, K, V].
+         Items [segments, HV, 4], Order [2 segments HV] int32 (``cp_plan``); Segments [segments, HV, V K] fp32, in accumulators' order.
+         K (64 or 128) is fixed at compile time. N tokens, H and HV heads, sequences, segments, scale, initial/final state, their layout
+         and, with block_v = 64, V (64 or 128): run-time values.
 Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
     STATE   0-255 | 0-127    208 | 208   the recurrence and O (two warpgroups | one)
     SCORE   next 128          64 | 128   P, one chunk ahead
     IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: O to memory
 Shared memory                             bytes (block_v = 128 | 64)
-    q        [3, 64, 128]                 49152
-    k        [3, 64, 128]                 49152
+    q        [3, 64, K]                   384 K
+    k        [3, 64, K]                   384 K
     v        [3, block_v/64, 64, 64]      49152 | 24576     halves of V apart, so that a split item loads its own
     a        [3, 64, 64]                  24576
     p        [64, 64]                      8192
@@ -45,7 +46,7 @@ Schedule of chunk i (| separates what runs while wgmma is in flight)
     IO 0    acquire tiles | TMA K, V, A, Q | commit
     IO 1    take gates of chunk i, start loads of those of i + 1 | acquire tiles | gates, decay -> shared | commit
     SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
-    STATE   S += K^T Vd | wait p, o and tiles i + 1 at once | O += P Vd | U of chunk i + 1 by halves of K, as the halves of S come
+    STATE   S += K^T Vd | wait p, o and tiles i + 1 at once | O += P Vd | U of chunk i + 1 by halves of K (K = 64: one), as those of S come
             release tiles i | release p | store O | commit o | O = S Q | W | Vd = A W | decay S, scale O
     IO 2    wait o | from chunk `skip` on: fence | TMA O (rows one by one in a last chunk that is not whole) | release o
 """
@@ -66,7 +67,7 @@ from qla.kernels.ws import (
     ENDS,
     FULL_ROW,
     HALF,
-    HEAD_DIM,
+    HEAD_DIMS,
     KEY_HEAD,
     NO_ITEMS,
     OWN_ITEMS,
@@ -114,6 +115,7 @@ class FwdConfig(KernelConfig):
 
     block_v: int = 128  # columns of V a block owns
     dtype: str = "bfloat16"  # of q, k, v, A, o
+    head_k: int = 128  # K
     stages: int = 3  # chunks in flight
 
     def __post_init__(self):
@@ -134,8 +136,8 @@ class FwdConfig(KernelConfig):
 
     def smem_table(self) -> dict[str, int]:
         return {
-            "q": self.stages * CHUNK * HEAD_DIM * 2,
-            "k": self.stages * CHUNK * HEAD_DIM * 2,
+            "q": self.stages * CHUNK * self.head_k * 2,
+            "k": self.stages * CHUNK * self.head_k * 2,
             "v": self.stages * CHUNK * self.block_v * 2,
             "a": self.stages * CHUNK * CHUNK * 2,
             "p": CHUNK * CHUNK * 2,
@@ -143,11 +145,16 @@ class FwdConfig(KernelConfig):
         }
 
     @property
+    def halves(self) -> int:
+        """Fragments of the state, 64 columns of K each."""
+        return self.head_k // HALF
+
+    @property
     def name(self) -> str:
-        return f"fwd_fused_v{self.block_v}_{self.dtype}"
+        return f"fwd_fused_k{self.head_k}_v{self.block_v}_{self.dtype}"
 
 
-CONFIGS = tuple(FwdConfig(block_v, dtype) for dtype in ("bfloat16", "float16") for block_v in (128, 64))
+CONFIGS = tuple(FwdConfig(v, dtype, k) for dtype in ("bfloat16", "float16") for k in HEAD_DIMS for v in (128, 64))
 
 
 @T.macro
@@ -165,21 +172,23 @@ def issue_u_first(s, t):
 
 @T.macro
 def issue_u_second(s, t):
-    T.copy(s.S1, s.Sb1)
-    T.wgmma_gemm(s.Sb1, s.k[t, :, HALF:HEAD_DIM], s.U, transpose_B=True, policy=FULL_ROW)
+    if s.S1 is not None:
+        T.copy(s.S1, s.Sb1)
+        T.wgmma_gemm(s.Sb1, s.k[t, :, HALF : 2 * HALF], s.U, transpose_B=True, policy=FULL_ROW)
 
 
 @T.macro
 def issue_qs(s, t):
     # O^T = S^T Q^T
     T.wgmma_gemm(s.Sb0, s.q[t, :, 0:HALF], s.O, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-    T.wgmma_gemm(s.Sb1, s.q[t, :, HALF:HEAD_DIM], s.O, transpose_B=True, policy=FULL_ROW)
+    if s.S1 is not None:
+        T.wgmma_gemm(s.Sb1, s.q[t, :, HALF : 2 * HALF], s.O, transpose_B=True, policy=FULL_ROW)
 
 
 @T.macro
-def correct_values(s, t, tx):
+def correct_values(cfg, s, t, tx):
     # in flight: U, O = S Q. Leaves nothing in flight: Vd, O scaled and S decayed.
-    T.wait_wgmma(2)
+    T.wait_wgmma(cfg.halves)
     T.warpgroup_fence_operand(s.U, num_regs=32)
     # W = diag(beta) V - diag(beta gamma) U
     for v, c in T.Parallel(s.block_v, CHUNK):
@@ -189,8 +198,9 @@ def correct_values(s, t, tx):
     s.last[0] = s.decay[t]
     for v, k in T.Parallel(s.block_v, HALF):
         s.S0[v, k] *= s.last[0]
-    for v, k in T.Parallel(s.block_v, HALF):
-        s.S1[v, k] *= s.last[0]
+    if s.S1 is not None:
+        for v, k in T.Parallel(s.block_v, HALF):
+            s.S1[v, k] *= s.last[0]
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(s.O, num_regs=32)
     for v, c in T.Parallel(s.block_v, CHUNK):
@@ -205,7 +215,8 @@ def issue_state(s, t):
     for v, c in T.Parallel(s.block_v, CHUNK):
         s.Vdn[v, c] = s.Vd[v, c] * s.gamma_rest[t, c]
     T.wgmma_gemm(s.Vdn, s.k[t, :, 0:HALF], s.S0, policy=FULL_ROW)
-    T.wgmma_gemm(s.Vdn, s.k[t, :, HALF:HEAD_DIM], s.S1, policy=FULL_ROW)
+    if s.S1 is not None:
+        T.wgmma_gemm(s.Vdn, s.k[t, :, HALF : 2 * HALF], s.S1, policy=FULL_ROW)
     T.copy(s.Vd, s.Vdb)
 
 
@@ -240,7 +251,7 @@ def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, arrivals, tx):
     issue_u_first(s, 0)
     issue_u_second(s, 0)
     issue_qs(s, 0)
-    correct_values(s, 0, tx)
+    correct_values(cfg, s, 0, tx)
     for i in T.serial(num_chunks - 1):
         issue_state(s, i % cfg.stages)
         T.call_extern(
@@ -248,36 +259,39 @@ def state_role(cfg, s, tiles, p_ring, o_ring, num_chunks, arrivals, tx):
             tiles.full[(i + 1) % cfg.stages], (i + 1) // cfg.stages % 2,
         )  # fmt: skip
         issue_output(s)
-        T.wait_wgmma(2)
+        # each wait leaves in flight what was issued behind the product that is needed: one for O, one for each half of S or U
+        T.wait_wgmma(cfg.halves)
         T.warpgroup_fence_operand(s.S0, num_regs=32)
         load_values(s, (i + 1) % cfg.stages, tx)
         issue_u_first(s, (i + 1) % cfg.stages)
-        T.wait_wgmma(2)
-        T.warpgroup_fence_operand(s.S1, num_regs=32)
+        if s.S1 is not None:
+            T.wait_wgmma(2)
+            T.warpgroup_fence_operand(s.S1, num_regs=32)
         arrive(cfg, tiles.empty, i % cfg.stages, arrivals)
         issue_u_second(s, (i + 1) % cfg.stages)
-        T.wait_wgmma(2)
+        T.wait_wgmma(cfg.halves)
         hand_output(cfg, s, i, p_ring, o_ring, arrivals, tx)
         issue_qs(s, (i + 1) % cfg.stages)
-        correct_values(s, (i + 1) % cfg.stages, tx)
+        correct_values(cfg, s, (i + 1) % cfg.stages, tx)
     issue_state(s, T.truncmod(num_chunks - 1, cfg.stages))
     p_ring.wait(num_chunks - 1)
     o_ring.acquire(num_chunks - 1)
     issue_output(s)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(s.S0, num_regs=32)
-    T.warpgroup_fence_operand(s.S1, num_regs=32)
+    if s.S1 is not None:
+        T.warpgroup_fence_operand(s.S1, num_regs=32)
     hand_output(cfg, s, num_chunks - 1, p_ring, o_ring, arrivals, tx)
 
 
 @T.macro
 def issue_loads(s, Q, K, V, A, barrier, index, t, row, hk, hv, v0, half):
-    T.tma_copy(K[row : row + CHUNK, hk, 0:HEAD_DIM], s.k[t, :, :], barrier=barrier[index])
+    T.tma_copy(K[row : row + CHUNK, hk, 0 : s.head_k], s.k[t, :, :], barrier=barrier[index])
     for n in T.unroll(s.block_v // HALF):
         if half < 0 or half == n:
             T.tma_copy(V[row : row + CHUNK, hv, v0 + n * HALF : v0 + (n + 1) * HALF], s.v[t, n, :, :], barrier=barrier[index])
     T.tma_copy(A[row : row + CHUNK, hv, 0:CHUNK], s.a[t, :, :], barrier=barrier[index])
-    T.tma_copy(Q[row : row + CHUNK, hk, 0:HEAD_DIM], s.q[t, :, :], barrier=barrier[index])
+    T.tma_copy(Q[row : row + CHUNK, hk, 0 : s.head_k], s.q[t, :, :], barrier=barrier[index])
 
 
 @T.macro
@@ -297,7 +311,7 @@ def load_warp(cfg, s, tiles, tail, Q, K, V, A, v0, lane):
             issue_loads(s, Q, K, V, A, tail, 0, i % cfg.stages, begin + i * CHUNK, hk, hv, v0, half)
             T.barrier_arrive(tail[0])
             T.barrier_wait(tail[0], 0)
-            T.call_extern("int32", "qla_zero_rows", T.address_of(s.k[i % cfg.stages, 0, 0]), HEAD_DIM // 64, length - i * CHUNK, lane)
+            T.call_extern("int32", "qla_zero_rows", T.address_of(s.k[i % cfg.stages, 0, 0]), cfg.halves, length - i * CHUNK, lane)
             T.call_extern("int32", "qla_zero_rows", T.address_of(s.v[i % cfg.stages, 0, 0, 0]), cfg.block_v // 64, length - i * CHUNK, lane)
             T.call_extern("int32", "qla_zero_rows", T.address_of(s.a[i % cfg.stages, 0, 0]), 1, length - i * CHUNK, lane)
             T.fence_proxy_async()
@@ -359,6 +373,7 @@ def store_warp(cfg, s, o_ring, O, v0, row_stride, lane):
 def prim_func(cfg: FwdConfig):
     """The kernel of one config, for `tilelang.compile` or for lowering without a GPU."""
     N, H, HV = T.dynamic("N, H, HV")
+    DV = T.dynamic("DV") if cfg.block_v == HALF else cfg.block_v  # V
     cu_size, h0_size, ht_size, items_size, order_size, segments_size = T.dynamic(
         "cu_size, h0_size, ht_size, items_size, order_size, segments_size"
     )
@@ -367,13 +382,13 @@ def prim_func(cfg: FwdConfig):
 
     @T.prim_func
     def fwd_fused_kernel(
-        Q: T.Tensor((N, H, HEAD_DIM), dt),
-        K: T.Tensor((N, H, HEAD_DIM), dt),
-        V: T.Tensor((N, HV, HEAD_DIM), dt),
+        Q: T.Tensor((N, H, cfg.head_k), dt),
+        K: T.Tensor((N, H, cfg.head_k), dt),
+        V: T.Tensor((N, HV, DV), dt),
         A: T.Tensor((N, HV, CHUNK), dt),
         G: T.Tensor((N, HV), f32),
         Beta: T.Tensor((N, HV), f32),
-        O: T.Tensor((N, HV, HEAD_DIM), dt),
+        O: T.Tensor((N, HV, DV), dt),
         H0: T.Tensor((h0_size,), f32),
         HT: T.Tensor((ht_size,), f32),
         Cu: T.Tensor((cu_size,), "int32"),
@@ -389,12 +404,15 @@ def prim_func(cfg: FwdConfig):
         use_ht: T.int32,
         v_first: T.int32,
     ):
-        with T.Kernel(num_rows * HV * (2 if bv == HALF else 1 + use_items), threads=cfg.threads) as bid:
+        wide = DV // (2 * HALF) if bv == HALF else 0  # 1: two blocks share V
+        with T.Kernel(num_rows * HV * (1 + T.max(wide, use_items)), threads=cfg.threads) as bid:
             T.import_source(device_source(__file__))
             s = SimpleNamespace(
                 block_v=bv,
-                q=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
-                k=T.alloc_shared((st, CHUNK, HEAD_DIM), dt),
+                head_k=cfg.head_k,
+                value_dim=DV,
+                q=T.alloc_shared((st, CHUNK, cfg.head_k), dt),
+                k=T.alloc_shared((st, CHUNK, cfg.head_k), dt),
                 v=T.alloc_shared((st, bv // HALF, CHUNK, HALF), dt),
                 a=T.alloc_shared((st, CHUNK, CHUNK), dt),
                 p=T.alloc_shared((CHUNK, CHUNK), dt),
@@ -407,9 +425,9 @@ def prim_func(cfg: FwdConfig):
                 gamma_rest=T.alloc_shared((st, CHUNK), f32, scope="shared"),  # gamma_L / gamma
                 decay=T.alloc_shared((st,), f32, scope="shared"),  # gamma_L
                 S0=T.alloc_fragment((bv, HALF), f32),
-                S1=T.alloc_fragment((bv, HALF), f32),
+                S1=T.alloc_fragment((bv, HALF), f32) if cfg.halves == 2 else None,
                 Sb0=T.alloc_fragment((bv, HALF), dt),
-                Sb1=T.alloc_fragment((bv, HALF), dt),
+                Sb1=T.alloc_fragment((bv, HALF), dt) if cfg.halves == 2 else None,
                 U=T.alloc_fragment((bv, CHUNK), f32),
                 Vt=T.alloc_fragment((CHUNK, bv), dt),
                 W=T.alloc_fragment((bv, CHUNK), dt),
@@ -437,9 +455,9 @@ def prim_func(cfg: FwdConfig):
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
-            v0 = bid % 2 * HALF if bv == HALF else 0
+            v0 = (bid & wide) * HALF if bv == HALF else 0
             if tx == 0:
-                item = T.alloc_var("int32", bid // 2 if bv == HALF else bid)
+                item = T.alloc_var("int32", bid >> wide if bv == HALF else bid)
                 part = T.alloc_var("int32", 0)
                 if use_items != NO_ITEMS:
                     part = Order[bid] & 1
@@ -470,7 +488,7 @@ def prim_func(cfg: FwdConfig):
                 elif tx < cfg.state_threads + WARPGROUP + 2 * WARP:
                     gate_warp(cfg, s, tiles, G, Beta, log2_scale, tx % WARP)
                 elif tx < cfg.state_threads + WARPGROUP + 3 * WARP:
-                    store_warp(cfg, s, o_ring, O, v0, HV * HEAD_DIM, tx % WARP)
+                    store_warp(cfg, s, o_ring, O, v0, HV * DV, tx % WARP)
 
     return fwd_fused_kernel
 
@@ -482,8 +500,8 @@ def build(cfg: FwdConfig):
 
 
 @functools.cache
-def config_for(block_v: int, dtype: torch.dtype) -> FwdConfig:
-    return FwdConfig(block_v, str(dtype).removeprefix("torch."))
+def config_for(block_v: int, dtype: torch.dtype, head_k: int) -> FwdConfig:
+    return FwdConfig(block_v, str(dtype).removeprefix("torch."), head_k)
 
 
 def fwd_fused(
@@ -493,25 +511,25 @@ def fwd_fused(
     """Launch the fused forward on the current stream.
 
     Args:
-        q, k: [N, H, 128] bf16 or fp16, contiguous, 16-byte aligned. N tokens of all sequences, packed.
-        v, o: [N, HV, 128], dtype of q; o is written for every token of a sequence.
+        q, k: [N, H, K] bf16 or fp16, contiguous, 16-byte aligned, K 64 or 128. N tokens of all sequences, packed.
+        v, o: [N, HV, V], dtype of q, V 64 or 128; o is written for every token of a sequence.
         g_cum: [N, HV] fp32, log2 gates summed within the chunk (`kkt_solve`).
         beta: [N, HV] fp32.
         A: [N, HV, 64], dtype of q, gated inverse (`kkt_solve`).
-        initial_state, final_state: fp32 [num_seqs, HV, 128, 128] or None; [K, V], with state_v_first [V, K].
+        initial_state, final_state: fp32 [num_seqs, HV, K, V] or None, with state_v_first [num_seqs, HV, V, K].
         scale: run-time float, finite and >= 0.
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
         items, order: int32 [segments, HV, 4] and [2 segments HV] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`cp_prep`), or None.
-        block_v: without items, columns of V a block owns, 128 or 64; None: by the number of heads.
+        segment_states: fp32 [segments, HV, V, K] in accumulators' order, read where an item says so (`cp_prep`), or None.
+        block_v: with V = 128 and without items, columns of V a block owns, 128 or 64; None: by the number of heads.
     """
-    if items is not None:
-        block_v = HEAD_DIM
+    if v.shape[2] == HALF or items is not None:
+        block_v = v.shape[2]
     elif block_v is None:
         block_v = choose_block_v(num_seqs * v.shape[1], num_sms)
     nothing = torch.empty(4, dtype=torch.float32, device=q.device)
-    build(config_for(block_v, q.dtype))(
+    build(config_for(block_v, q.dtype, q.shape[2]))(
         q,
         k,
         v,

@@ -445,13 +445,13 @@ __device__ __forceinline__ void store_tail(const void* stage_, void* A, const in
 }
 
 // Rows that no sequence owns: zero A, g_cum and o for the unit's heads, which lie side by side in each row.
-__device__ __forceinline__ void zero_rows(void* A, float* g_cum, void* o, const int* unit, int value_heads) {
+__device__ __forceinline__ void zero_rows(void* A, float* g_cum, void* o, const int* unit, int value_heads, int value_dim) {
   const int heads = min(4, value_heads - unit[kHead]), rows = -unit[kRows];
   const long long first = (long long)unit[kRow0] * value_heads + unit[kHead];
   for (int row = threadIdx.x >> 5; row < rows; row += 4) {
     const long long at = first + (long long)row * value_heads;
-    for (int i = threadIdx.x & 31; i < heads * 16; i += 32) {
-      reinterpret_cast<uint4*>((char*)o + at * 256)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x & 31; i < heads * (value_dim / 8); i += 32) {
+      reinterpret_cast<uint4*>((char*)o + at * (2 * value_dim))[i] = make_uint4(0, 0, 0, 0);
       if (i < heads * 8) reinterpret_cast<uint4*>((char*)A + at * 128)[i] = make_uint4(0, 0, 0, 0);
       if (i < heads) g_cum[at + i] = 0.f;
     }

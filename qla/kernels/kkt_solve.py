@@ -12,19 +12,20 @@ So the inverse without gates has to stay within fp32: always with normalised key
 exp(g) (I - beta k k^T) is exp(g) max(1, |1 - beta norm(k)^2|), and norm(k)^2 stands on the diagonal of K K^T. ``cp_plan`` decides by it;
 it is computed only where that runs.
 
-Shapes   k [N, H, 128], o [N, HV, 128], A [N, HV, 64] bf16 or fp16; g, beta, g_cum [N, HV], bound [slots, HV] fp32; cu [S + 1] int32.
+Shapes   k [N, H, K], o [N, HV, V], A [N, HV, 64] bf16 or fp16; g, beta, g_cum [N, HV], bound [slots, HV] fp32; cu [S + 1] int32.
          The chunks of sequence n have the slots from cu[n] / 64 + n on (equal lengths: the chunks in order).
-         N, H, HV, S are run-time values. Chunks have 64 tokens and begin at the start of each sequence. A unit is one chunk and up to
-         four neighbouring value heads; blocks are persistent and walk the units with stride gridDim.x, heads fastest.
+         K (64 or 128) is fixed at compile time; N, H, HV, V (64 or 128), S are run-time values. Chunks have 64 tokens and begin at the
+         start of each sequence. A unit is one chunk and up to four neighbouring value heads; blocks are persistent and walk the units
+         with stride gridDim.x, heads fastest.
 Roles    (all four warps do K K^T together; 168 and 255 registers a thread are the caps of three and two blocks an SM)
     warp   before "kk ready"                        after it
     0      sum of the gates, g_cum                  gates of the next unit | inverse of head 0
     1      beta                                     beta of the next unit  | inverse of head 1
     2                                               inverse of head 2
     3      find the next unit with rows             keys of the next unit  | inverse of head 3
-Shared memory, bytes                                kk2 (H < HV)   kk4 (H == HV)
+Shared memory, bytes (K = 128; 64: half the keys)   kk2 (H < HV)   kk4 (H == HV)
     gates   [2, 4, 2, 64] fp32                        4096           4096   double buffer, head, (g_cum, beta), token
-    keys    [tiles, 64, 128]                         16384          32768   one tile (kk2) or two (kk4) of a unit's key heads
+    keys    [tiles, 64, K]                           16384          32768   one tile (kk2) or two (kk4) of a unit's key heads
     kk      [slots, 10496] bytes, rounded up         21504          41984   K K^T, one slot a key head; rounded to 1 KB
     stage   [4, 64, 64]                              32768          32768   D and then A of a head, a warp each
     units   [4, 12] int32                              192            192   ring of unit records, 9 fields each and room to align
@@ -51,7 +52,7 @@ import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source, num_slots, once_per_config
+from qla.kernels.ws import CHUNK, HEAD_DIMS, WARP, compile_kernel, device_source, num_slots, once_per_config
 
 HEADS = 4  # value heads of a unit: one warp each
 LAST_WARP = (HEADS - 1) * WARP
@@ -73,10 +74,13 @@ class KktConfig:
 
     dtype: str = "bfloat16"
     kk_slots: int = 2  # 2: a unit's four value heads span at most two key heads (HV >= 2 H); 4: HV == H
+    head_k: int = 128  # K
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
+        if self.head_k not in HEAD_DIMS:
+            raise ValueError(f"head_k must be one of {HEAD_DIMS}, got {self.head_k}")
         if self.kk_slots not in (2, 4):
             raise ValueError(f"kk_slots must be 2 or 4, got {self.kk_slots}")
         if self.blocks_per_sm * (self.smem_bytes + 2048) > SMEM_LIMIT_SM:
@@ -84,7 +88,7 @@ class KktConfig:
 
     @property
     def name(self) -> str:
-        return f"kkt_solve_{'bf16' if self.dtype == 'bfloat16' else 'f16'}_kk{self.kk_slots}"
+        return f"kkt_solve_k{self.head_k}_{'bf16' if self.dtype == 'bfloat16' else 'f16'}_kk{self.kk_slots}"
 
     @property
     def threads(self) -> int:
@@ -102,7 +106,7 @@ class KktConfig:
     def smem_table(self) -> dict[str, int]:
         return {
             "gates": 2 * HEADS * 2 * CHUNK * 4,
-            "keys": self.tiles * CHUNK * HEAD_DIM * 2,
+            "keys": self.tiles * CHUNK * self.head_k * 2,
             "kk": -(-self.kk_slots * KK_SLOT_BYTES // 1024) * 1024,  # the swizzled buffer behind it begins at a multiple of 1024
             "stage": HEADS * CHUNK * CHUNK * 2,
             "units": UNITS * UNIT_FIELDS * 4,
@@ -113,7 +117,7 @@ class KktConfig:
         return sum(self.smem_table().values())
 
 
-CONFIGS = tuple(KktConfig(dtype, slots) for dtype in ("bfloat16", "float16") for slots in (2, 4))
+CONFIGS = tuple(KktConfig(dtype, slots, k) for dtype in ("bfloat16", "float16") for k in HEAD_DIMS for slots in (2, 4))
 REGS = {2: 168, 4: 255}  # kk_slots -> registers a thread may have at blocks_per_sm
 
 
@@ -132,10 +136,10 @@ def load_keys(cfg, step, units_s, at, k, keys_s, keys_full):
     row0 = units_s[at, ROW0]
     key = units_s[at, KEY] + step * cfg.tiles
     left = units_s[at, KEYS] - step * cfg.tiles
-    T.tma_copy(k[row0 : row0 + CHUNK, key, 0:HEAD_DIM], keys_s[0, :, :], barrier=keys_full[0])
+    T.tma_copy(k[row0 : row0 + CHUNK, key, 0 : cfg.head_k], keys_s[0, :, :], barrier=keys_full[0])
     if cfg.tiles == 2:
         if left > 1:
-            T.tma_copy(k[row0 : row0 + CHUNK, key + 1, 0:HEAD_DIM], keys_s[1, :, :], barrier=keys_full[0])
+            T.tma_copy(k[row0 : row0 + CHUNK, key + 1, 0 : cfg.head_k], keys_s[1, :, :], barrier=keys_full[0])
     T.barrier_arrive(keys_full[0])
 
 
@@ -207,19 +211,19 @@ def store_inverse(units_s, at, A, stage_s, num_value_heads, tx):
 
 def prim_func(cfg: KktConfig):
     # run-time
-    N, H, HV, S1, slots = T.dynamic("N, H, HV, S1, slots")
+    N, H, HV, DV, S1, slots = T.dynamic("N, H, HV, DV, S1, slots")
     half = "true" if cfg.dtype == "float16" else "false"
 
     @T.prim_func
     def kkt_solve(
-        k: T.Tensor((N, H, HEAD_DIM), cfg.dtype),
+        k: T.Tensor((N, H, cfg.head_k), cfg.dtype),
         g: T.Tensor((N, HV), "float32"),
         beta: T.Tensor((N, HV), "float32"),
         cu: T.Tensor((S1,), "int32"),
         A: T.Tensor((N, HV, CHUNK), cfg.dtype),
         g_cum: T.Tensor((N, HV), "float32"),
         bound: T.Tensor((slots, HV), "float32"),
-        o: T.Tensor((N, HV, HEAD_DIM), cfg.dtype),
+        o: T.Tensor((N, HV, DV), cfg.dtype),
         ratio: T.int32,
         num_seqs: T.int32,
         seq_len: T.int32,
@@ -231,7 +235,7 @@ def prim_func(cfg: KktConfig):
             T.import_source(device_source(__file__))
             T.annotate_min_blocks_per_sm(cfg.blocks_per_sm)
             gates_s = T.alloc_shared((2, HEADS * 2 * CHUNK), "float32")
-            keys_s = T.alloc_shared((cfg.tiles, CHUNK, HEAD_DIM), cfg.dtype)
+            keys_s = T.alloc_shared((cfg.tiles, CHUNK, cfg.head_k), cfg.dtype)
             kk_s = T.alloc_shared((cfg.smem_table()["kk"],), "uint8")
             stage_s = T.alloc_shared((HEADS, CHUNK, CHUNK), cfg.dtype)
             units_s = T.alloc_shared((UNITS, UNIT_FIELDS), "int32")
@@ -277,7 +281,7 @@ def prim_func(cfg: KktConfig):
                         T.evaluate(device("store_tail", stage_s.data, T.access_ptr(A, "w"), record(units_s, i & 3), HV))
                 else:
                     outputs = (T.access_ptr(A, "w"), T.access_ptr(g_cum, "w"), T.access_ptr(o, "w"))
-                    T.evaluate(device("zero_rows", *outputs, record(units_s, i & 3), HV))
+                    T.evaluate(device("zero_rows", *outputs, record(units_s, i & 3), HV, DV))
                 i += 1
             T.evaluate(device("wait_stores"))
 
@@ -291,8 +295,8 @@ def build(cfg: KktConfig):
 
 
 @functools.cache
-def config_for(dtype: torch.dtype, ratio: int) -> KktConfig:
-    return KktConfig(str(dtype).removeprefix("torch."), 4 if ratio == 1 else 2)
+def config_for(dtype: torch.dtype, ratio: int, head_k: int) -> KktConfig:
+    return KktConfig(str(dtype).removeprefix("torch."), 4 if ratio == 1 else 2, head_k)
 
 
 def num_units(tokens: int, value_heads: int, num_seqs: int, seq_len: int) -> int:
@@ -314,10 +318,10 @@ def kkt_solve(
     """Cumulative gates, gated inverses and transition bounds of all chunks; one launch on the current stream, no host synchronisation.
 
     Args:
-        k: keys [N, H, 128], bf16 or fp16, contiguous.
+        k: keys [N, H, K], bf16 or fp16, contiguous, K 64 or 128.
         g: natural-log gates [N, HV] fp32, contiguous, HV a multiple of H. -inf is legal (a hard reset), positive values too.
         beta: [N, HV] fp32, contiguous.
-        o: [N, HV, 128] in k's dtype, contiguous; its rows that no sequence owns are set to zero, the others are left alone.
+        o: [N, HV, V] in k's dtype, contiguous, V 64 or 128; its rows that no sequence owns are set to zero, the others are left alone.
         cu_seqlens: [num_seqs + 1] int32 on k's device, or None for equal lengths.
         num_seqs: number of sequences.
         seq_len: their length if it is the same for all (N = num_seqs * seq_len), 0 to read cu_seqlens.
@@ -330,7 +334,7 @@ def kkt_solve(
         bound [num_slots(..), HV] fp32: log2 of what each chunk leaves of a state at most; undefined in slots without a chunk;
             without with_bound [1, HV], all undefined.
     """
-    tokens, key_heads, _ = k.shape
+    tokens, key_heads, key_dim = k.shape
     value_heads = g.shape[1]
     g_cum = torch.empty((tokens, value_heads), dtype=torch.float32, device=k.device)
     A = torch.empty((tokens, value_heads, CHUNK), dtype=k.dtype, device=k.device)
@@ -342,7 +346,7 @@ def kkt_solve(
     if cu_seqlens is None:
         cu_seqlens = torch.empty(1, dtype=torch.int32, device=k.device)  # not read
     ratio = value_heads // key_heads
-    cfg = config_for(k.dtype, ratio)
+    cfg = config_for(k.dtype, ratio, key_dim)
     wide_gates = value_heads % HEADS == 0 and g.data_ptr() % 16 == 0 and beta.data_ptr() % 16 == 0
     num_blocks = min(num_units(tokens, value_heads, num_seqs, seq_len), num_sms * cfg.blocks_per_sm)
     build(cfg)(k, g, beta, cu_seqlens, A, g_cum, bound, o, ratio, num_seqs, seq_len, int(wide_gates), int(with_bound), num_blocks)

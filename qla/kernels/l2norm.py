@@ -5,10 +5,10 @@
 
 Rows that no sequence owns are not read forward: y = 0 and r = 0 there, and so dx = 0.
 
-Shapes   x, y, dy, dx [N, H, 128] bf16 or fp16; r [N, H] fp32; cu [S + 1] int32. x may have any strides between tokens and heads that are
-         multiples of 8 elements (slices of a joint projection are read in place); the others are contiguous. N, H, S, strides and eps are
-         run-time values.
-Roles    one: 256 threads, 16 lanes a row with 16 bytes each; four rows of a group of lanes are loaded before the first is worked on.
+Shapes   x, y, dy, dx [N, H, K] bf16 or fp16; r [N, H] fp32; cu [S + 1] int32. x may have any strides between tokens and heads that are
+         multiples of 8 elements (slices of a joint projection are read in place); the others are contiguous. N, H, K (64 or 128), S,
+         strides and eps are run-time values.
+Roles    one: 256 threads, K / 8 lanes a row with 16 bytes each; four rows of a group of lanes are loaded before the first is worked on.
          blockIdx.y picks q or k; blocks walk the rows with stride gridDim.x
 Shared memory    none
 Barriers         none: a row is summed by shuffles
@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import HEAD_DIM, PASS_CONFIGS, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, once_per_config
 
 THREADS = 256
-ROWS_AT_ONCE = 64  # of a block: THREADS / 16 lanes, four rows each
+VECTOR = 8  # elements of a lane, 16 bytes
+ROWS_OF_LANES = 4  # that a group of lanes has in flight
 BLOCKS_PER_SM = 8
 
 
@@ -56,7 +57,7 @@ def prim_func(cfg: L2NormConfig):
 
 
 def forward_func(cfg: L2NormConfig):
-    N, H, q_size, k_size, cu_size = T.dynamic("N, H, q_size, k_size, cu_size")
+    N, H, D, q_size, k_size, cu_size = T.dynamic("N, H, D, q_size, k_size, cu_size")
     function = f"qla_l2norm::normalize<{str(cfg.dtype == 'float16').lower()}>"
 
     @T.prim_func
@@ -64,8 +65,8 @@ def forward_func(cfg: L2NormConfig):
         Q: T.Tensor((q_size,), cfg.dtype),
         K: T.Tensor((k_size,), cfg.dtype),
         Cu: T.Tensor((cu_size,), "int32"),
-        Yq: T.Tensor((N, H, HEAD_DIM), cfg.dtype),
-        Yk: T.Tensor((N, H, HEAD_DIM), cfg.dtype),
+        Yq: T.Tensor((N, H, D), cfg.dtype),
+        Yk: T.Tensor((N, H, D), cfg.dtype),
         Rq: T.Tensor((N, H), "float32"),
         Rk: T.Tensor((N, H), "float32"),
         # run-time; num_seqs -1: every row is owned
@@ -79,7 +80,7 @@ def forward_func(cfg: L2NormConfig):
     ):
         with T.Kernel(num_blocks, 2, threads=THREADS) as (block, which):
             T.import_source(device_source(__file__))
-            place = (num_seqs, N, H, eps, block, num_blocks, T.get_thread_binding())
+            place = (num_seqs, N, H, D, eps, block, num_blocks, T.get_thread_binding())
             if which == 0:
                 own = (T.access_ptr(Q, "r"), q_token, q_head, T.access_ptr(Yq, "w"), T.access_ptr(Rq, "w"), T.access_ptr(Cu, "r"))
                 T.evaluate(T.call_extern("int32", function, *own, *place))
@@ -91,8 +92,8 @@ def forward_func(cfg: L2NormConfig):
 
 
 def backward_func(cfg: L2NormConfig):
-    N, H = T.dynamic("N, H")
-    rows = (N, H, HEAD_DIM)
+    N, H, D = T.dynamic("N, H, D")
+    rows = (N, H, D)
     function = f"qla_l2norm::differentiate<{str(cfg.dtype == 'float16').lower()}>"
 
     @T.prim_func
@@ -109,7 +110,7 @@ def backward_func(cfg: L2NormConfig):
     ):
         with T.Kernel(num_blocks, 2, threads=THREADS) as (block, which):
             T.import_source(device_source(__file__))
-            place = (N * H, block, num_blocks, T.get_thread_binding())
+            place = (N * H, D, block, num_blocks, T.get_thread_binding())
             if which == 0:
                 inputs = (T.access_ptr(DYq, "r"), T.access_ptr(Yq, "r"), T.access_ptr(Rq, "r"))
                 T.evaluate(T.call_extern("int32", function, *inputs, T.access_ptr(DQ, "w"), *place))
@@ -131,12 +132,13 @@ def config_for(dtype: torch.dtype, backward: bool) -> L2NormConfig:
     return L2NormConfig(str(dtype).removeprefix("torch."), backward)
 
 
-def _blocks(rows: int, num_sms: int) -> int:
-    return max(1, min(-(-rows // ROWS_AT_ONCE), BLOCKS_PER_SM * num_sms // 2))
+def _blocks(rows: int, dim: int, num_sms: int) -> int:
+    at_once = THREADS // (dim // VECTOR) * ROWS_OF_LANES
+    return max(1, min(-(-rows // at_once), BLOCKS_PER_SM * num_sms // 2))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """All elements between the first and the last of x [N, H, 128], as they lie in memory."""
+    """All elements between the first and the last of x [N, H, K], as they lie in memory."""
     tokens, heads, dim = x.shape
     return x.as_strided(((tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + dim,), (1,))
 
@@ -145,8 +147,8 @@ def l2norm(q, k, cu_seqlens, eps, num_sms) -> tuple[torch.Tensor, torch.Tensor, 
     """Normalised q and k, contiguous, and the factors of their rows, [N, H] fp32; one launch on the current stream.
 
     Args:
-        q, k: [N, H, 128] bf16 or fp16, N > 0, at 16-byte aligned addresses; the last dimension is contiguous, the other strides are
-            multiples of 8.
+        q, k: [N, H, K] bf16 or fp16, N > 0, K 64 or 128, at 16-byte aligned addresses; the last dimension is contiguous, the other
+            strides are multiples of 8.
         cu_seqlens: int32 [S + 1] on the device, or None: then every row is owned.
         eps: added to the sum of squares.
         num_sms: multiprocessors of the device.
@@ -164,7 +166,7 @@ def l2norm(q, k, cu_seqlens, eps, num_sms) -> tuple[torch.Tensor, torch.Tensor, 
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
         -1 if cu_seqlens is None else len(cu_seqlens) - 1,
         eps,
-        _blocks(rq.numel(), num_sms),
+        _blocks(rq.numel(), q.shape[2], num_sms),
     )
     return yq, yk, rq, rk
 
@@ -173,12 +175,12 @@ def l2norm_backward(dyq, dyk, yq, yk, rq, rk, num_sms) -> tuple[torch.Tensor, to
     """Gradients of q and k from those of the normalised ones; one launch on the current stream.
 
     Args:
-        dyq, dyk: [N, H, 128], N > 0, contiguous, in the dtype of yq and yk.
+        dyq, dyk: [N, H, K], N > 0, contiguous, in the dtype of yq and yk.
         yq, yk, rq, rk: results of `l2norm`.
         num_sms: multiprocessors of the device.
     """
     dq, dk = torch.empty_like(yq), torch.empty_like(yk)
     build(config_for(yq.dtype, True))(
-        dyq, dyk, yq, yk, rq, rk, dq, dk, _blocks(rq.numel(), num_sms)
+        dyq, dyk, yq, yk, rq, rk, dq, dk, _blocks(rq.numel(), yq.shape[2], num_sms)
     )  # fmt: skip
     return dq, dk

@@ -117,59 +117,76 @@ static __device__ __forceinline__ int qla_store_transposed_rounded(const float* 
 
 // ------------------------------------------------------------------------------------------------ states
 
-// state of one head, [V, K] or [K, V] in memory, <-> accumulators [V, K] in two halves of K; 8 lanes share a 32-byte sector
+// state of one head, [V, K] or [K, V] in memory with V = width, <-> accumulators [V, K] in halves of K: with K = 64 there is no s1; 8 lanes
+// share a 32-byte sector
 #define QLA_STATE_ELEMENTS(ACTION)                                                                             \
   const int row = v0 + (thread >> 5) * 16 + ((thread & 31) >> 2), col = (thread & 3) * 2;                      \
-  const int vs = v_first ? 128 : 1, ks = v_first ? 1 : 128;                                                    \
+  const int vs = v_first ? K : 1, ks = v_first ? 1 : width;                                                    \
   _Pragma("unroll") for (int i = 0; i < 32; ++i) {                                                             \
     const int at = (row + ((i >> 1) & 1) * 8) * vs + (col + (i >> 2) * 8 + (i & 1)) * ks;                       \
     ACTION                                                                                                     \
   }
-static __device__ __forceinline__ int qla_load_state(const float* h, int v0, int v_first, float* s0, float* s1, int thread) {
-  QLA_STATE_ELEMENTS(s0[i] = h[at]; s1[i] = h[at + 64 * ks];)
+template <int K>
+static __device__ __forceinline__ int qla_load_state(const float* h, int width, int v0, int v_first, float* s0, float* s1, int thread) {
+  QLA_STATE_ELEMENTS(s0[i] = h[at]; if constexpr (K == 128) s1[i] = h[at + 64 * ks];)
   return 0;
 }
-static __device__ __forceinline__ int qla_store_state(float* h, int v0, int v_first, const float* s0, const float* s1, int thread) {
-  QLA_STATE_ELEMENTS(h[at] = s0[i]; h[at + 64 * ks] = s1[i];)
+template <int K>
+static __device__ __forceinline__ int qla_store_state(float* h, int width, int v0, int v_first, const float* s0, const float* s1, int thread) {
+  QLA_STATE_ELEMENTS(h[at] = s0[i]; if constexpr (K == 128) h[at + 64 * ks] = s1[i];)
   return 0;
 }
-// state of one segment and head, which only kernels read: in the order of the accumulators, so that 16 bytes of each lane lie side by side
-static __device__ __forceinline__ int qla_load_segment(const float* h, int v0, float* s0, float* s1, int thread) {
+// state of one segment and head, which only kernels read: in the order of the accumulators, so that 16 bytes of each lane lie side by side;
+// two lanes for each of the V rows. One branch on V costs less than addresses that depend on it: they take registers that nobody has.
+template <int K, int V>
+static __device__ __forceinline__ void qla_load_lanes(const float4* from, float* s0, float* s1) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    reinterpret_cast<float4*>(s0)[i] = from[2 * V * i];
+    if constexpr (K == 128) reinterpret_cast<float4*>(s1)[i] = from[2 * V * (i + 8)];
+  }
+}
+template <int K, int V>
+static __device__ __forceinline__ void qla_store_lanes(float4* to, const float* s0, const float* s1) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    to[2 * V * i] = reinterpret_cast<const float4*>(s0)[i];
+    if constexpr (K == 128) to[2 * V * (i + 8)] = reinterpret_cast<const float4*>(s1)[i];
+  }
+}
+template <int K>
+static __device__ __forceinline__ int qla_load_segment(const float* h, int width, int v0, float* s0, float* s1, int thread) {
   const float4* from = reinterpret_cast<const float4*>(h) + 2 * v0 + thread;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    reinterpret_cast<float4*>(s0)[i] = from[256 * i];
-    reinterpret_cast<float4*>(s1)[i] = from[256 * (i + 8)];
-  }
+  if (width == 64) qla_load_lanes<K, 64>(from, s0, s1);
+  else qla_load_lanes<K, 128>(from, s0, s1);
   return 0;
 }
-static __device__ __forceinline__ int qla_store_segment(float* h, int v0, const float* s0, const float* s1, int thread) {
+template <int K>
+static __device__ __forceinline__ int qla_store_segment(float* h, int width, int v0, const float* s0, const float* s1, int thread) {
   float4* to = reinterpret_cast<float4*>(h) + 2 * v0 + thread;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    to[256 * i] = reinterpret_cast<const float4*>(s0)[i];
-    to[256 * (i + 8)] = reinterpret_cast<const float4*>(s1)[i];
-  }
+  if (width == 64) qla_store_lanes<K, 64>(to, s0, s1);
+  else qla_store_lanes<K, 128>(to, s0, s1);
   return 0;
 }
 
-// rows v0 .. of the identity, and accumulators as two bf16 parts, high and low, [2][128][128] of an item
+// rows v0 .. of the identity, and accumulators as two bf16 parts, high and low, [2][K][K] of an item
+template <int K>
 static __device__ __forceinline__ int qla_identity(int v0, float* s0, float* s1, int thread) {
-  const int v_first = 1;
-  QLA_STATE_ELEMENTS(s0[i] = at % 129 == 0 ? 1.f : 0.f; s1[i] = (at + 64 * ks) % 129 == 0 ? 1.f : 0.f;)
+  const int v_first = 1, width = K;
+  QLA_STATE_ELEMENTS(s0[i] = at % (K + 1) == 0 ? 1.f : 0.f; if constexpr (K == 128) s1[i] = (at + 64 * ks) % (K + 1) == 0 ? 1.f : 0.f;)
   return 0;
 }
-template <typename E>
+template <int K, typename E>
 static __device__ __forceinline__ int qla_store_split(E* out, int item, int v0, const float* s0, const float* s1, int thread) {
-  const int v_first = 1;
-  out += item * 32768ll;
+  const int v_first = 1, width = K;
+  out += item * (2ll * K * K);
   QLA_STATE_ELEMENTS(if (i % 2 == 0) {
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < K / 64; ++n) {
       const float* s = n == 0 ? s0 : s1;
       const unsigned high = qla_pack<false>(s[i], s[i + 1]);
       const float2 f = qla_unpack<false>(high);
       *reinterpret_cast<unsigned*>(out + at + 64 * n) = high;
-      *reinterpret_cast<unsigned*>(out + 16384 + at + 64 * n) = qla_pack<false>(s[i] - f.x, s[i + 1] - f.y);
+      *reinterpret_cast<unsigned*>(out + K * K + at + 64 * n) = qla_pack<false>(s[i] - f.x, s[i + 1] - f.y);
     }
   })
   return 0;

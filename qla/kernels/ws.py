@@ -23,7 +23,8 @@ from qla.kernels import carried
 WARP = 32
 WARPGROUP = 128  # threads
 CHUNK = 64  # tokens a chunk
-HEAD_DIM = 128  # K = V = 128: narrower heads are padded by the caller
+HEAD_DIMS = (64, 128)  # what K and V may be: other heads are padded by the caller
+HEAD_DIM = 128  # what they have to be in bwd_fused
 SMEM_LIMIT_SM90 = 232448  # bytes a block may opt in to
 REGS_PER_SM = 65536
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
@@ -52,9 +53,11 @@ def launch_registers(threads: int) -> int:
 
 
 class KernelConfig:
-    """What the configs of the warp-specialised kernels have in common; a config gives `dtype`, `regs` by role and `smem_table()`."""
+    """What the configs of the warp-specialised kernels have in common; a config gives `dtype`, `head_k`, `regs` by role and
+    `smem_table()`."""
 
     dtype: str
+    head_k: int = HEAD_DIM  # K
     regs: Mapping[Any, int]
 
     def smem_table(self) -> dict[str, int]:
@@ -64,9 +67,12 @@ class KernelConfig:
         return WARPGROUP
 
     def check(self) -> None:
-        """ValueError unless the dtype is one of two, the roles have the registers they ask for, and the shared memory fits into a block."""
+        """ValueError unless dtype and head size are known ones, the roles have the registers they ask for, and the shared memory fits into
+        a block."""
         if self.dtype not in ("bfloat16", "float16"):
             raise ValueError(f"dtype must be bfloat16 or float16, got {self.dtype}")
+        if self.head_k not in HEAD_DIMS:
+            raise ValueError(f"head_k must be one of {HEAD_DIMS}, got {self.head_k}")
         registers = sum(count * self.role_threads(role) for role, count in self.regs.items())
         if registers > launch_registers(self.threads):
             raise ValueError(f"registers {registers} > {launch_registers(self.threads)}: {self.regs}")
@@ -138,27 +144,39 @@ def uniform(x):
 
 def state_at(s):
     """First element of the state of the place's sequence and head, among those of all value heads."""
-    return (T.cast(s.place[SEQ], "int64") * s.value_heads + s.place[VALUE_HEAD]) * (HEAD_DIM * HEAD_DIM)
+    return (T.cast(s.place[SEQ], "int64") * s.value_heads + s.place[VALUE_HEAD]) * (s.head_k * s.value_dim)
 
 
 def segment_at(s):
-    return T.cast(s.place[ITEM], "int64") * (HEAD_DIM * HEAD_DIM)
+    return T.cast(s.place[ITEM], "int64") * (s.head_k * s.value_dim)
+
+
+def halves_of(s):
+    """The state's fragments as device functions take them. With K = 64 there is one, and the second pointer is not followed."""
+    return s.S0.data, (s.S0 if s.S1 is None else s.S1).data
+
+
+@T.macro
+def clear_state(s):
+    T.clear(s.S0)
+    if s.S1 is not None:
+        T.clear(s.S1)
 
 
 @T.macro
 def load_state(s, H0, Segments, v0, v_first, tx):
     """S^T [V, K] into the fragments s.S0 and s.S1: zero, or from H0 of the place's sequence, or from the state of its item."""
-    T.clear(s.S0)
-    T.clear(s.S1)
+    clear_state(s)
     if s.place[SOURCE] == FROM_STATE:
-        T.call_extern("int32", "qla_load_state", T.address_of(H0[state_at(s)]), v0, v_first, s.S0.data, s.S1.data, tx)
+        layout = (s.value_dim, v0, v_first)
+        T.call_extern("int32", f"qla_load_state<{s.head_k}>", T.address_of(H0[state_at(s)]), *layout, *halves_of(s), tx)
     if s.place[SOURCE] == FROM_SEGMENT:
-        T.call_extern("int32", "qla_load_segment", T.address_of(Segments[segment_at(s)]), v0, s.S0.data, s.S1.data, tx)
+        T.call_extern("int32", f"qla_load_segment<{s.head_k}>", T.address_of(Segments[segment_at(s)]), s.value_dim, v0, *halves_of(s), tx)
 
 
 @T.macro
 def store_state(s, HT, at, v0, v_first, tx):
-    T.call_extern("int32", "qla_store_state", T.address_of(HT[at]), v0, v_first, s.S0.data, s.S1.data, tx)
+    T.call_extern("int32", f"qla_store_state<{s.head_k}>", T.address_of(HT[at]), s.value_dim, v0, v_first, *halves_of(s), tx)
 
 
 @T.macro
