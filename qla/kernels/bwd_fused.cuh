@@ -42,13 +42,15 @@ __device__ __forceinline__ int read_rows(const float* g, const float* beta, floa
   return 0;
 }
 
-// sum of S * dS over 16 KB of each, a part from each warp
-template <bool HALF>
-__device__ __forceinline__ int dot_states(const void* s, const void* ds, float* dots, int tid) {
+// sum of S * dS over a half of their elements, the first or the second, a part from each warp
+template <bool HALF, int ELEMENTS>
+__device__ __forceinline__ int dot_states(const void* s, const void* ds, int half, float* dots, int tid) {
   tid = opaque(tid);
   float sum = 0.f;
+  s = static_cast<const char*>(s) + half * ELEMENTS;
+  ds = static_cast<const char*>(ds) + half * ELEMENTS;
 #pragma unroll 4
-  for (int i = tid; i < 1024; i += 128) {
+  for (int i = tid; i < ELEMENTS / 16; i += 128) {
     const uint4 x = static_cast<const uint4*>(s)[i], y = static_cast<const uint4*>(ds)[i];
     const unsigned xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll

@@ -17,21 +17,22 @@ N = StrictLower(diag(beta) (Gamma * K K^T))):
           passes the gate, so that strong gates leave small sums and not small differences.
 Nothing is divided by gamma or beta.
 
-Shapes   Q, K, dQ, dK [N, H, 128], V, dO, dV [N, HV, 128], A [N, HV, 64] 16-bit; G (cumulative gate), Beta, dG, dBeta [N, HV] fp32;
-         S, dS [slots, heads, 128, 128] 16-bit, V-first, of heads head0 .. head0 + heads - 1 (whole groups). Heads, lengths and scale
-         are run-time values.
+Shapes   Q, K, dQ, dK [N, H, K], V, dO, dV [N, HV, V], A [N, HV, 64] 16-bit; G (cumulative gate), Beta, dG, dBeta [N, HV] fp32;
+         S, dS [slots, heads, V, K] 16-bit, V-first, of heads head0 .. head0 + heads - 1 (whole groups). K and V (64 or 128) are fixed at
+         compile time; heads, lengths and scale are run-time values. Where V or K is 64, RIGHT has no columns of it: it leaves out what is
+         done by these columns, and keeps all barriers.
 Roles
     role     threads   regs   work
     LEFT     0-127      232   columns 0-63 of V, then of K; P, dP, E
     RIGHT    128-255    232   columns 64-127; dN, F
     IO       256-383     40   warp 0: TMA loads; warp 1: gates; warp 2: dV, dQ, dK to memory; warp 3: dg, dbeta
-Shared memory        bytes
-    s   [128, 128]   32768   S
-    ds  [128, 128]   32768   dS
-    q   [64, 128]    16384
-    k   [64, 128]    16384
-    v   [2, 64, 128] 32768   V, then W, then dV, which leaves from here
-    do  [2, 64, 128] 32768
+Shared memory        bytes (K = V = 128)
+    s   [V, K]       32768   S
+    ds  [V, K]       32768   dS
+    q   [64, K]      16384
+    k   [64, K]      16384
+    v   [2, 64, V]   32768   V, then W, then dV, which leaves from here
+    do  [2, 64, V]   32768
     a   [2, 64, 64]  16384
     vd  [64, 128]    16384   Vd, then E and E^T; at the end of a unit dQ
     dvd [64, 128]    16384   dVd, then dW, then F and F^T; at the end of a unit dK
@@ -78,7 +79,7 @@ from qla.kernels.ws import (
     CHUNK,
     FULL_ROW,
     HALF,
-    HEAD_DIM,
+    HEAD_DIMS,
     PASS_CONFIGS,
     WARP,
     WARPGROUP,
@@ -90,6 +91,7 @@ from qla.kernels.ws import (
 )
 
 BOTH = 2 * WARPGROUP
+PAIR = 2 * HALF  # columns of E and its transpose, or of F and its own, side by side; V and K at most
 SUMS = 7 * CHUNK  # floats of sums that a warpgroup leaves for a head; bwd_fused.cuh says which
 
 
@@ -107,8 +109,12 @@ class BwdConfig(KernelConfig):
     """Everything fixed at compile time. Equal configs share one compiled kernel."""
 
     dtype: str = "bfloat16"  # of all but gates, beta and their gradients
+    head_k: int = 128  # K
+    head_v: int = 128  # V
 
     def __post_init__(self):
+        if self.head_v not in HEAD_DIMS:
+            raise ValueError(f"head_v must be one of {HEAD_DIMS}, got {self.head_v}")
         self.check()
 
     @property
@@ -123,24 +129,24 @@ class BwdConfig(KernelConfig):
 
     def smem_table(self) -> dict[str, int]:
         return {
-            "s": HEAD_DIM * HEAD_DIM * 2,
-            "ds": HEAD_DIM * HEAD_DIM * 2,
-            "q": CHUNK * HEAD_DIM * 2,
-            "k": CHUNK * HEAD_DIM * 2,
-            "v": 2 * CHUNK * HEAD_DIM * 2,
-            "do": 2 * CHUNK * HEAD_DIM * 2,
+            "s": self.head_v * self.head_k * 2,
+            "ds": self.head_v * self.head_k * 2,
+            "q": CHUNK * self.head_k * 2,
+            "k": CHUNK * self.head_k * 2,
+            "v": 2 * CHUNK * self.head_v * 2,
+            "do": 2 * CHUNK * self.head_v * 2,
             "a": 2 * CHUNK * CHUNK * 2,
-            "vd": CHUNK * HEAD_DIM * 2,
-            "dvd": CHUNK * HEAD_DIM * 2,
+            "vd": CHUNK * PAIR * 2,
+            "dvd": CHUNK * PAIR * 2,
             "p": CHUNK * CHUNK * 2,
         }
 
     @property
     def name(self) -> str:
-        return f"bwd_fused_{self.dtype}"
+        return f"bwd_fused_k{self.head_k}_v{self.head_v}_{self.dtype}"
 
 
-CONFIGS = (BwdConfig("bfloat16"), BwdConfig("float16"))
+CONFIGS = tuple(BwdConfig(dtype, k, v) for dtype in ("bfloat16", "float16") for k in HEAD_DIMS for v in HEAD_DIMS)
 
 
 def device(function: str, *args):
@@ -172,40 +178,44 @@ def settle(x):
 
 @T.macro
 def retrace(cfg, s, x, w, first, rings, n, hh, tx):
-    """From the states to Vd, dW and dV of the warpgroup's columns of V."""
+    """From the states to Vd, dW and dV of the warpgroup's columns of V, if it has any; else it keeps the other one's steps."""
     rings.states.wait(hh)
-    T.wgmma_gemm(s.k, s.s[x.lo : x.hi, :], x.U, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-    T.wgmma_gemm(s.k, s.ds[x.lo : x.hi, :], x.R, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+    if x.has_v:
+        T.wgmma_gemm(s.k, s.s[x.lo : x.hi, :], x.U, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+        T.wgmma_gemm(s.k, s.ds[x.lo : x.hi, :], x.R, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     rings.tiles.wait(hh)
     T.evaluate(device("read_rows", at(s.g, hh % 2, 0), at(s.beta, hh % 2, 0), x.rows.data, x.sums.data, tx))
     rings.sums.acquire(hh)
-    T.evaluate(device(f"dot_states<{cfg.is_half}>", tile(s.s, 2 * w), tile(s.ds, 2 * w), at(s.dots, w * 4), tx))
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(x.U, num_regs=32)
-    T.evaluate(device(f"make_w<{cfg.is_half}>", x.U.data, tile(s.v, w, hh % 2), x.rows.data, x.v.data, tx))
-    T.sync_threads(2 + w, WARPGROUP)
-    # Vd = A W
-    T.wgmma_gemm(s.a[hh % 2, :, :], s.v[hh % 2, :, x.lo : x.hi], x.U, policy=FULL_ROW, clear_accum=True)
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(x.R, num_regs=32)
-    T.evaluate(device("scale_rest", x.R.data, x.rows.data))
-    settle(x.U)
+    states = (at(s.s, 0, 0), at(s.ds, 0, 0), w)
+    T.evaluate(device(f"dot_states<{cfg.is_half}, {cfg.head_k * cfg.head_v}>", *states, at(s.dots, w * 4), tx))
+    if x.has_v:
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(x.U, num_regs=32)
+        T.evaluate(device(f"make_w<{cfg.is_half}>", x.U.data, tile(s.v, w, hh % 2), x.rows.data, x.v.data, tx))
+        T.sync_threads(2 + w, WARPGROUP)
+        # Vd = A W
+        T.wgmma_gemm(s.a[hh % 2, :, :], s.v[hh % 2, :, x.lo : x.hi], x.U, policy=FULL_ROW, clear_accum=True)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(x.R, num_regs=32)
+        T.evaluate(device("scale_rest", x.R.data, x.rows.data))
+        settle(x.U)
     if first:
         rings.out.acquire(n)
     meet()  # the last head's E and F are dead
-    T.evaluate(device(f"finish_vd<{cfg.is_half}>", x.U.data, x.R.data, x.sums.data, tile(s.vd, w), tx))
-    T.barrier_wait(s.p_ready[0], hh % 2)
-    # dVd = diag(gamma_L / gamma) K dS + P^T dO
-    T.wgmma_gemm(s.p, s.do[hh % 2, :, x.lo : x.hi], x.R, policy=FULL_ROW)
-    T.call_extern("int32", "qla_load_transposed", tile(s.a, 0, hh % 2), x.At.data, tx)
-    settle(x.R)
-    T.evaluate(device(f"store_rounded<{cfg.is_half}>", x.R.data, tile(s.dvd, w), tx))
-    T.sync_threads(2 + w, WARPGROUP)
-    # dW = A^T dVd
-    T.wgmma_gemm(x.At, s.dvd[:, x.lo : x.hi], x.R, policy=FULL_ROW, clear_accum=True)
-    settle(x.R)
-    kept = (x.v.data, x.rows.data, x.sums.data)
-    T.evaluate(device(f"finish_dw<{cfg.is_half}>", x.R.data, *kept, tile(s.dvd, w), tile(s.v, w, hh % 2), tx))
+    if x.has_v:
+        T.evaluate(device(f"finish_vd<{cfg.is_half}>", x.U.data, x.R.data, x.sums.data, tile(s.vd, w), tx))
+        T.barrier_wait(s.p_ready[0], hh % 2)
+        # dVd = diag(gamma_L / gamma) K dS + P^T dO
+        T.wgmma_gemm(s.p, s.do[hh % 2, :, x.lo : x.hi], x.R, policy=FULL_ROW)
+        T.call_extern("int32", "qla_load_transposed", tile(s.a, 0, hh % 2), x.At.data, tx)
+        settle(x.R)
+        T.evaluate(device(f"store_rounded<{cfg.is_half}>", x.R.data, tile(s.dvd, w), tx))
+        T.sync_threads(2 + w, WARPGROUP)
+        # dW = A^T dVd
+        T.wgmma_gemm(x.At, s.dvd[:, x.lo : x.hi], x.R, policy=FULL_ROW, clear_accum=True)
+        settle(x.R)
+        kept = (x.v.data, x.rows.data, x.sums.data)
+        T.evaluate(device(f"finish_dw<{cfg.is_half}>", x.R.data, *kept, tile(s.dvd, w), tile(s.v, w, hh % 2), tx))
     T.barrier_arrive(s.dv_ready[hh % 2])
     meet()  # Vd and dW are there
 
@@ -213,23 +223,27 @@ def retrace(cfg, s, x, w, first, rings, n, hh, tx):
 @T.macro
 def collect(cfg, s, x, w, rings, hh, tx):
     """What the state and its gradient add to dQ and dK, by the warpgroup's columns of K, while the products of `pairs` follow."""
-    T.wgmma_gemm(s.vd, s.ds[:, x.lo : x.hi], x.U, policy=FULL_ROW, clear_accum=True)
-    T.wgmma_gemm(s.dvd, s.s[:, x.lo : x.hi], x.R, policy=FULL_ROW, clear_accum=True)
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(x.U, num_regs=32)
-    T.evaluate(device("add_written", x.dK.data, x.U.data, x.rows.data))
-    T.wgmma_gemm(s.do[hh % 2, :, :], s.s[:, x.lo : x.hi], x.U, policy=FULL_ROW, clear_accum=True)
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(x.R, num_regs=32)
-    T.evaluate(device(f"add_read<{cfg.is_half}>", x.dK.data, x.R.data, tile(s.k, w), x.rows.data, x.sums.data, tx))
+    if x.has_k:
+        T.wgmma_gemm(s.vd[:, 0 : cfg.head_v], s.ds[:, x.lo : x.hi], x.U, policy=FULL_ROW, clear_accum=True)
+        T.wgmma_gemm(s.dvd[:, 0 : cfg.head_v], s.s[:, x.lo : x.hi], x.R, policy=FULL_ROW, clear_accum=True)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(x.U, num_regs=32)
+        T.evaluate(device("add_written", x.dK.data, x.U.data, x.rows.data))
+        T.wgmma_gemm(s.do[hh % 2, :, :], s.s[:, x.lo : x.hi], x.U, policy=FULL_ROW, clear_accum=True)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(x.R, num_regs=32)
+        T.evaluate(device(f"add_read<{cfg.is_half}>", x.dK.data, x.R.data, tile(s.k, w), x.rows.data, x.sums.data, tx))
     if w == 0:
-        T.wgmma_gemm(s.do[hh % 2, :, :], s.vd, x.R, transpose_B=True, policy=FULL_ROW, clear_accum=True)  # dP
+        T.wgmma_gemm(s.do[hh % 2, :, :], s.vd[:, 0 : cfg.head_v], x.R, transpose_B=True, policy=FULL_ROW, clear_accum=True)  # dP
     else:
-        T.wgmma_gemm(s.dvd, s.vd, x.R, transpose_B=True, policy=FULL_ROW, clear_accum=True)  # dW Vd^T
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(x.U, num_regs=32)
+        # dW Vd^T
+        T.wgmma_gemm(s.dvd[:, 0 : cfg.head_v], s.vd[:, 0 : cfg.head_v], x.R, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+    if x.has_k:
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(x.U, num_regs=32)
     rings.states.release(hh)
-    T.evaluate(device(f"add_query<{cfg.is_half}>", x.dQ.data, x.U.data, tile(s.q, w), x.rows.data, x.sums.data, s.log2_scale, tx))
+    if x.has_k:
+        T.evaluate(device(f"add_query<{cfg.is_half}>", x.dQ.data, x.U.data, tile(s.q, w), x.rows.data, x.sums.data, s.log2_scale, tx))
     if w == 0:
         T.wgmma_gemm(s.q, s.k, x.U, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     else:
@@ -256,10 +270,11 @@ def pairs(cfg, s, x, w, last, rings, hh, tx):
     else:
         T.evaluate(device("store_both", x.v.data, tile(s.dvd, 0), tile(s.dvd, 1), tx))
     meet()
-    T.wgmma_gemm(s.vd[:, 0:HALF], s.k[:, x.lo : x.hi], x.dQ, policy=FULL_ROW)
-    T.wgmma_gemm(s.vd[:, HALF:HEAD_DIM], s.q[:, x.lo : x.hi], x.dK, policy=FULL_ROW)
-    T.wgmma_gemm(s.dvd[:, 0:HALF], s.k[:, x.lo : x.hi], x.dK, policy=FULL_ROW)
-    T.wgmma_gemm(s.dvd[:, HALF:HEAD_DIM], s.k[:, x.lo : x.hi], x.dK, policy=FULL_ROW)
+    if x.has_k:
+        T.wgmma_gemm(s.vd[:, 0:HALF], s.k[:, x.lo : x.hi], x.dQ, policy=FULL_ROW)
+        T.wgmma_gemm(s.vd[:, HALF:PAIR], s.q[:, x.lo : x.hi], x.dK, policy=FULL_ROW)
+        T.wgmma_gemm(s.dvd[:, 0:HALF], s.k[:, x.lo : x.hi], x.dK, policy=FULL_ROW)
+        T.wgmma_gemm(s.dvd[:, HALF:PAIR], s.k[:, x.lo : x.hi], x.dK, policy=FULL_ROW)
     if w == 0:
         if not last:
             rings.tiles.wait(hh + 1)
@@ -267,8 +282,9 @@ def pairs(cfg, s, x, w, last, rings, hh, tx):
             T.barrier_arrive(s.p_ready[0])
     T.evaluate(device("store_sums", x.sums.data, at(s.sums, w, 0), tx))
     rings.sums.commit(hh)
-    settle(x.dQ)
-    T.warpgroup_fence_operand(x.dK, num_regs=32)
+    if x.has_k:
+        settle(x.dQ)
+        T.warpgroup_fence_operand(x.dK, num_regs=32)
     rings.tiles.release(hh)
 
 
@@ -277,8 +293,9 @@ def finish_unit(cfg, s, x, w, rings, n, tx):
     """dQ and dK to their tiles."""
     rings.keys.release(n)
     meet()  # E and F are dead
-    T.evaluate(device(f"store_rounded<{cfg.is_half}>", x.dQ.data, tile(s.vd, w), tx))
-    T.evaluate(device(f"store_rounded<{cfg.is_half}>", x.dK.data, tile(s.dvd, w), tx))
+    if x.has_k:
+        T.evaluate(device(f"store_rounded<{cfg.is_half}>", x.dQ.data, tile(s.vd, w), tx))
+        T.evaluate(device(f"store_rounded<{cfg.is_half}>", x.dK.data, tile(s.dvd, w), tx))
     rings.out.commit(n)
 
 
@@ -295,8 +312,9 @@ def first_scores(cfg, s, x, rings, hh, tx):
 @T.macro
 def gradient_role(cfg, s, x, w, rings, n, ratio, tx):
     """One unit of LEFT (w = 0) or RIGHT (w = 1)."""
-    T.clear(x.dQ)
-    T.clear(x.dK)
+    if x.has_k:
+        T.clear(x.dQ)
+        T.clear(x.dK)
     if w == 0:
         first_scores(cfg, s, x, rings, n * ratio, tx)
     for h in T.serial(ratio):
@@ -307,16 +325,16 @@ def gradient_role(cfg, s, x, w, rings, n, ratio, tx):
 
 
 @T.macro
-def load_tiles(s, V, dO, A, barrier, index, t, row, hv):
-    T.tma_copy(V[row : row + CHUNK, hv, 0:HEAD_DIM], s.v[t, :, :], barrier=barrier[index])
-    T.tma_copy(dO[row : row + CHUNK, hv, 0:HEAD_DIM], s.do[t, :, :], barrier=barrier[index])
+def load_tiles(cfg, s, V, dO, A, barrier, index, t, row, hv):
+    T.tma_copy(V[row : row + CHUNK, hv, 0 : cfg.head_v], s.v[t, :, :], barrier=barrier[index])
+    T.tma_copy(dO[row : row + CHUNK, hv, 0 : cfg.head_v], s.do[t, :, :], barrier=barrier[index])
     T.tma_copy(A[row : row + CHUNK, hv, 0:CHUNK], s.a[t, :, :], barrier=barrier[index])
 
 
 @T.macro
-def load_keys(s, Q, K, barrier, row, hk):
-    T.tma_copy(K[row : row + CHUNK, hk, 0:HEAD_DIM], s.k, barrier=barrier[0])
-    T.tma_copy(Q[row : row + CHUNK, hk, 0:HEAD_DIM], s.q, barrier=barrier[0])
+def load_keys(cfg, s, Q, K, barrier, row, hk):
+    T.tma_copy(K[row : row + CHUNK, hk, 0 : cfg.head_k], s.k, barrier=barrier[0])
+    T.tma_copy(Q[row : row + CHUNK, hk, 0 : cfg.head_k], s.q, barrier=barrier[0])
 
 
 @T.macro
@@ -327,7 +345,7 @@ def wait_for_tail(s, tail):
 
 
 @T.macro
-def load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, n, ratio, lane):
+def load_unit(cfg, s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, n, ratio, lane):
     """IO 0: everything of one unit, in the order in which its buffers become free. Rows past the end of the sequence are somebody else's,
     or nobody's: they become zero before anyone reads them."""
     rows = s.unit[0]
@@ -338,29 +356,29 @@ def load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, n, ratio,
         hv = hk * ratio + h
         rings.tiles.acquire(hh)
         if rows == CHUNK:
-            load_tiles(s, V, dO, A, rings.tiles.full, hh % 2, hh % 2, row, hv)
+            load_tiles(cfg, s, V, dO, A, rings.tiles.full, hh % 2, hh % 2, row, hv)
         else:
-            load_tiles(s, V, dO, A, tail, 0, hh % 2, row, hv)
+            load_tiles(cfg, s, V, dO, A, tail, 0, hh % 2, row, hv)
             wait_for_tail(s, tail)
-            T.call_extern("int32", "qla_zero_rows", tile(s.v, 0, hh % 2), 2, rows, lane)
-            T.call_extern("int32", "qla_zero_rows", tile(s.do, 0, hh % 2), 2, rows, lane)
+            T.call_extern("int32", "qla_zero_rows", tile(s.v, 0, hh % 2), cfg.head_v // 64, rows, lane)
+            T.call_extern("int32", "qla_zero_rows", tile(s.do, 0, hh % 2), cfg.head_v // 64, rows, lane)
             T.call_extern("int32", "qla_zero_rows", tile(s.a, 0, hh % 2), 1, rows, lane)
             T.fence_proxy_async()
         rings.tiles.commit(hh)
         rings.states.acquire(hh)
-        T.tma_copy(S[slot, hv - head0, 0:HEAD_DIM, 0:HEAD_DIM], s.s, barrier=rings.states.full[0])
-        T.tma_copy(dS[slot, hv - head0, 0:HEAD_DIM, 0:HEAD_DIM], s.ds, barrier=rings.states.full[0])
+        T.tma_copy(S[slot, hv - head0, 0 : cfg.head_v, 0 : cfg.head_k], s.s, barrier=rings.states.full[0])
+        T.tma_copy(dS[slot, hv - head0, 0 : cfg.head_v, 0 : cfg.head_k], s.ds, barrier=rings.states.full[0])
         rings.states.commit(hh)
         if h == 0:
             rings.keys.acquire(n)
             s.more[0] = 1
             if rows == CHUNK:
-                load_keys(s, Q, K, rings.keys.full, row, hk)
+                load_keys(cfg, s, Q, K, rings.keys.full, row, hk)
             else:
-                load_keys(s, Q, K, tail, row, hk)
+                load_keys(cfg, s, Q, K, tail, row, hk)
                 wait_for_tail(s, tail)
-                T.call_extern("int32", "qla_zero_rows", tile(s.q, 0), 2, rows, lane)
-                T.call_extern("int32", "qla_zero_rows", tile(s.k, 0), 2, rows, lane)
+                T.call_extern("int32", "qla_zero_rows", tile(s.q, 0), cfg.head_k // 64, rows, lane)
+                T.call_extern("int32", "qla_zero_rows", tile(s.k, 0), cfg.head_k // 64, rows, lane)
                 T.fence_proxy_async()
             rings.keys.commit(n)
 
@@ -382,7 +400,7 @@ def load_gates(s, rings, G, Beta, hk0, n, ratio, HV, lane):
 
 
 @T.macro
-def store_unit(s, rings, dQ, dK, dV, hk0, n, ratio, H, HV, lane):
+def store_unit(cfg, s, rings, dQ, dK, dV, hk0, n, ratio, H, HV, lane):
     """IO 2: dV of each head out of V's place, then dQ and dK."""
     hk = hk0 + s.unit[2]
     for h in T.serial(ratio):
@@ -390,36 +408,34 @@ def store_unit(s, rings, dQ, dK, dV, hk0, n, ratio, H, HV, lane):
         T.barrier_wait(s.dv_ready[hh % 2], hh // 2 % 2)
         T.fence_proxy_async()
         if s.unit[0] == CHUNK:
-            T.tma_copy(s.v[hh % 2, :, :], dV[s.unit[1] : s.unit[1] + CHUNK, hk * ratio + h, 0:HEAD_DIM])
+            T.tma_copy(s.v[hh % 2, :, :], dV[s.unit[1] : s.unit[1] + CHUNK, hk * ratio + h, 0 : cfg.head_v])
             T.tma_store_wait(0)
         else:
-            T.call_extern(
-                "int32", "qla_store_rows", T.address_of(dV[s.unit[1], hk * ratio + h, 0]), tile(s.v, 0, hh % 2), 2, s.unit[0],
-                T.cast(HV * HEAD_DIM, "int64"), lane,
-            )  # fmt: skip
+            to = (cfg.head_v // 64, s.unit[0], T.cast(HV * cfg.head_v, "int64"), lane)
+            T.call_extern("int32", "qla_store_rows", T.address_of(dV[s.unit[1], hk * ratio + h, 0]), tile(s.v, 0, hh % 2), *to)
         rings.tiles.release(hh)
     rings.out.wait(n)
     T.fence_proxy_async()
     if s.unit[0] == CHUNK:
-        T.tma_copy(s.vd, dQ[s.unit[1] : s.unit[1] + CHUNK, hk, 0:HEAD_DIM])
-        T.tma_copy(s.dvd, dK[s.unit[1] : s.unit[1] + CHUNK, hk, 0:HEAD_DIM])
+        T.tma_copy(s.vd[:, 0 : cfg.head_k], dQ[s.unit[1] : s.unit[1] + CHUNK, hk, 0 : cfg.head_k])
+        T.tma_copy(s.dvd[:, 0 : cfg.head_k], dK[s.unit[1] : s.unit[1] + CHUNK, hk, 0 : cfg.head_k])
         T.tma_store_wait(0)
     else:
-        stride = T.cast(H * HEAD_DIM, "int64")
-        T.call_extern("int32", "qla_store_rows", T.address_of(dQ[s.unit[1], hk, 0]), tile(s.vd, 0), 2, s.unit[0], stride, lane)
-        T.call_extern("int32", "qla_store_rows", T.address_of(dK[s.unit[1], hk, 0]), tile(s.dvd, 0), 2, s.unit[0], stride, lane)
+        to = (cfg.head_k // 64, s.unit[0], T.cast(H * cfg.head_k, "int64"), lane)
+        T.call_extern("int32", "qla_store_rows", T.address_of(dQ[s.unit[1], hk, 0]), tile(s.vd, 0), *to)
+        T.call_extern("int32", "qla_store_rows", T.address_of(dK[s.unit[1], hk, 0]), tile(s.dvd, 0), *to)
     rings.out.release(n)
 
 
 @T.macro
-def zero_unit(s, dQ, dK, dV, hk0, ratio, H, HV, lane):
+def zero_unit(cfg, s, dQ, dK, dV, hk0, ratio, H, HV, lane):
     """IO 2: gradients of rows that no sequence owns."""
     hk = hk0 + s.unit[2]
-    stride = T.cast(H * (HEAD_DIM * 2), "int64")
-    T.evaluate(device("zero", T.address_of(dQ[s.unit[1], hk, 0]), -s.unit[0], HEAD_DIM * 2, stride, lane))
-    T.evaluate(device("zero", T.address_of(dK[s.unit[1], hk, 0]), -s.unit[0], HEAD_DIM * 2, stride, lane))
-    wide = T.cast(HV * (HEAD_DIM * 2), "int64")
-    T.evaluate(device("zero", T.address_of(dV[s.unit[1], hk * ratio, 0]), -s.unit[0], HEAD_DIM * 2 * ratio, wide, lane))
+    stride = T.cast(H * (cfg.head_k * 2), "int64")
+    T.evaluate(device("zero", T.address_of(dQ[s.unit[1], hk, 0]), -s.unit[0], cfg.head_k * 2, stride, lane))
+    T.evaluate(device("zero", T.address_of(dK[s.unit[1], hk, 0]), -s.unit[0], cfg.head_k * 2, stride, lane))
+    wide = T.cast(HV * (cfg.head_v * 2), "int64")
+    T.evaluate(device("zero", T.address_of(dV[s.unit[1], hk * ratio, 0]), -s.unit[0], cfg.head_v * 2 * ratio, wide, lane))
 
 
 @T.macro
@@ -457,6 +473,8 @@ def warpgroup(w, cfg):
     return SimpleNamespace(
         lo=w * HALF,
         hi=(w + 1) * HALF,
+        has_k=w * HALF < cfg.head_k,  # whether these columns of K, and of V, exist
+        has_v=w * HALF < cfg.head_v,
         dQ=accumulator(),
         dK=accumulator(),
         U=accumulator(),
@@ -476,18 +494,18 @@ def prim_func(cfg: BwdConfig):
 
     @T.prim_func
     def bwd_fused_kernel(
-        Q: T.Tensor((N, H, HEAD_DIM), dt),
-        K: T.Tensor((N, H, HEAD_DIM), dt),
-        V: T.Tensor((N, HV, HEAD_DIM), dt),
+        Q: T.Tensor((N, H, cfg.head_k), dt),
+        K: T.Tensor((N, H, cfg.head_k), dt),
+        V: T.Tensor((N, HV, cfg.head_v), dt),
         A: T.Tensor((N, HV, CHUNK), dt),
         G: T.Tensor((N, HV), f32),
         Beta: T.Tensor((N, HV), f32),
-        dO: T.Tensor((N, HV, HEAD_DIM), dt),
-        S: T.Tensor((slots, heads, HEAD_DIM, HEAD_DIM), dt),
-        dS: T.Tensor((slots, heads, HEAD_DIM, HEAD_DIM), dt),
-        dQ: T.Tensor((N, H, HEAD_DIM), dt),
-        dK: T.Tensor((N, H, HEAD_DIM), dt),
-        dV: T.Tensor((N, HV, HEAD_DIM), dt),
+        dO: T.Tensor((N, HV, cfg.head_v), dt),
+        S: T.Tensor((slots, heads, cfg.head_v, cfg.head_k), dt),
+        dS: T.Tensor((slots, heads, cfg.head_v, cfg.head_k), dt),
+        dQ: T.Tensor((N, H, cfg.head_k), dt),
+        dK: T.Tensor((N, H, cfg.head_k), dt),
+        dV: T.Tensor((N, HV, cfg.head_v), dt),
         dG: T.Tensor((N, HV), f32),
         dBeta: T.Tensor((N, HV), f32),
         Cu: T.Tensor((cu_size,), "int32"),
@@ -503,15 +521,15 @@ def prim_func(cfg: BwdConfig):
             T.import_source(device_source(__file__))
             s = SimpleNamespace(
                 log2_scale=log2_scale,
-                s=T.alloc_shared((HEAD_DIM, HEAD_DIM), dt),
-                ds=T.alloc_shared((HEAD_DIM, HEAD_DIM), dt),
-                q=T.alloc_shared((CHUNK, HEAD_DIM), dt),
-                k=T.alloc_shared((CHUNK, HEAD_DIM), dt),
-                v=T.alloc_shared((2, CHUNK, HEAD_DIM), dt),
-                do=T.alloc_shared((2, CHUNK, HEAD_DIM), dt),
+                s=T.alloc_shared((cfg.head_v, cfg.head_k), dt),
+                ds=T.alloc_shared((cfg.head_v, cfg.head_k), dt),
+                q=T.alloc_shared((CHUNK, cfg.head_k), dt),
+                k=T.alloc_shared((CHUNK, cfg.head_k), dt),
+                v=T.alloc_shared((2, CHUNK, cfg.head_v), dt),
+                do=T.alloc_shared((2, CHUNK, cfg.head_v), dt),
                 a=T.alloc_shared((2, CHUNK, CHUNK), dt),
-                vd=T.alloc_shared((CHUNK, HEAD_DIM), dt),
-                dvd=T.alloc_shared((CHUNK, HEAD_DIM), dt),
+                vd=T.alloc_shared((CHUNK, PAIR), dt),
+                dvd=T.alloc_shared((CHUNK, PAIR), dt),
                 p=T.alloc_shared((CHUNK, CHUNK), dt),
                 sums=T.alloc_shared((2, SUMS), f32, scope="shared"),
                 dots=T.alloc_shared((8,), f32, scope="shared"),
@@ -569,11 +587,11 @@ def prim_func(cfg: BwdConfig):
                     if s.unit[0] > 0:
                         if tx < BOTH + WARP:
                             slot = T.truncdiv(index, key_heads)
-                            load_unit(s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, s.count[0], ratio, lane)
+                            load_unit(cfg, s, rings, tail, Q, K, V, dO, A, S, dS, slot, hk0, head0, s.count[0], ratio, lane)
                         elif tx < BOTH + 2 * WARP:
                             load_gates(s, rings, G, Beta, hk0, s.count[0], ratio, HV, lane)
                         elif tx < BOTH + 3 * WARP:
-                            store_unit(s, rings, dQ, dK, dV, hk0, s.count[0], ratio, H, HV, lane)
+                            store_unit(cfg, s, rings, dQ, dK, dV, hk0, s.count[0], ratio, H, HV, lane)
                         else:
                             finish_gates(s, rings, dG, dBeta, hk0, s.count[0], ratio, HV, lane)
                         s.count[0] += 1
@@ -581,7 +599,7 @@ def prim_func(cfg: BwdConfig):
                         if tx >= BOTH + 3 * WARP:
                             zero_gates(s, dG, dBeta, hk0, ratio, HV, lane)
                         elif tx >= BOTH + 2 * WARP:
-                            zero_unit(s, dQ, dK, dV, hk0, ratio, H, HV, lane)
+                            zero_unit(cfg, s, dQ, dK, dV, hk0, ratio, H, HV, lane)
                 if tx < BOTH + WARP:
                     rings.keys.acquire(s.count[0])
                     s.more[0] = 0
@@ -597,8 +615,8 @@ def build(cfg: BwdConfig):
 
 
 @functools.cache
-def config_for(dtype: torch.dtype) -> BwdConfig:
-    return BwdConfig(str(dtype).removeprefix("torch."))
+def config_for(dtype: torch.dtype, head_k: int, head_v: int) -> BwdConfig:
+    return BwdConfig(str(dtype).removeprefix("torch."), head_k, head_v)
 
 
 def bwd_fused(
@@ -607,11 +625,11 @@ def bwd_fused(
     """Gradients of the value heads that `states` holds and of their key heads; one launch on the current stream.
 
     Args:
-        q, k, dq, dk: [N, H, 128] bf16 or fp16, contiguous, 16-byte aligned. N tokens of all sequences, packed.
-        v, do, dv: [N, HV, 128], dtype of q.
+        q, k, dq, dk: [N, H, K] bf16 or fp16, contiguous, 16-byte aligned, K 64 or 128. N tokens of all sequences, packed.
+        v, do, dv: [N, HV, V], dtype of q, V 64 or 128.
         g_cum, beta, dg, dbeta: [N, HV] fp32; log2 gates summed within the chunk (`kkt_solve`); dg is the gradient of natural-log gates.
         A: [N, HV, 64], dtype of q, gated inverse (`kkt_solve`).
-        states, state_grads: [slots, heads, 128, 128], dtype of q, as `cp_prep` leaves them for value heads head0 .. head0 + heads - 1,
+        states, state_grads: [slots, heads, V, K], dtype of q, as `cp_prep` leaves them for value heads head0 .. head0 + heads - 1,
             whole groups.
         dq, dk, dv, dg, dbeta: written for these heads, in all rows: zero where no sequence owns one.
         scale: run-time float, finite and >= 0.
@@ -620,7 +638,7 @@ def bwd_fused(
     """
     ratio = v.shape[1] // k.shape[1]
     slots, heads = states.shape[:2]
-    build(config_for(q.dtype))(
+    build(config_for(q.dtype, q.shape[2], v.shape[2]))(
         q,
         k,
         v,

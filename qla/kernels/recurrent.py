@@ -31,9 +31,10 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import HEAD_DIM, REGS_PER_SM, WARP, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import HEAD_DIMS, REGS_PER_SM, WARP, compile_kernel, device_source, once_per_config
 
 QUAD = 4
+MOST_ROWS = max(HEAD_DIMS)  # of K; narrower heads leave some out
 COLUMNS = 16  # of V a warp owns
 WARPS = 2
 # Registers a thread may have at blocks_per_sm: with fewer it spills, with more there are fewer warps, and loads in flight.
@@ -148,7 +149,7 @@ def has_column(cfg, z, r):
 
 @T.macro
 def load_state(cfg, z, s, H0):
-    for n in T.unroll(HEAD_DIM * COLUMNS // WARP):
+    for n in T.unroll(MOST_ROWS * COLUMNS // WARP):
         s.S[n] = 0.0
     if wants(z, WITH_STATE):
         for i in T.unroll(QUAD):
@@ -244,7 +245,7 @@ def sum_over_rows(x, count):
 def decay(cfg, z, s, row):
     number_of = T.cast(row, "int64") * z.heads + z.head
     factor = T.exp(s.gate[0])
-    for n in T.unroll(HEAD_DIM * COLUMNS // WARP):
+    for n in T.unroll(MOST_ROWS * COLUMNS // WARP):
         s.S[n] *= factor
     if z.addresses[GK] != 0:
         for i in T.unroll(QUAD):
@@ -330,7 +331,7 @@ def prim_func(cfg: RecurrentConfig):
             T.import_source(device_source(__file__))
             T.annotate_min_blocks_per_sm(cfg.blocks_per_sm)
             s = SimpleNamespace(
-                S=T.alloc_local((HEAD_DIM * COLUMNS // WARP,), f32),
+                S=T.alloc_local((MOST_ROWS * COLUMNS // WARP,), f32),
                 **{name: T.alloc_local((QUAD * QUAD,), cfg.dtype) for name in ("next_k", "next_q")},
                 next_v=T.alloc_local((QUAD,), cfg.dtype),
                 next_g=T.alloc_local((1,), "uint32"),

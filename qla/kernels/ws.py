@@ -24,7 +24,6 @@ WARP = 32
 WARPGROUP = 128  # threads
 CHUNK = 64  # tokens a chunk
 HEAD_DIMS = (64, 128)  # what K and V may be: other heads are padded by the caller
-HEAD_DIM = 128  # what they have to be in bwd_fused
 SMEM_LIMIT_SM90 = 232448  # bytes a block may opt in to
 REGS_PER_SM = 65536
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
@@ -57,7 +56,7 @@ class KernelConfig:
     `smem_table()`."""
 
     dtype: str
-    head_k: int = HEAD_DIM  # K
+    head_k: int  # K
     regs: Mapping[Any, int]
 
     def smem_table(self) -> dict[str, int]:
