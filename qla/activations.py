@@ -53,7 +53,10 @@ def gates(
 
 
 def l2norm_by_kernel(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``l2norm`` of q and k [B, T, H, 128], bf16 or fp16, in one launch; cu_seqlens int32 on their device. Results are contiguous."""
+    """``l2norm`` of q and k [B, T, H, K], K 64 or 128, bf16 or fp16, in one launch; cu_seqlens int32 on their device.
+
+    Results are contiguous.
+    """
     if q.numel() == 0:
         return l2norm(q, k, cu_seqlens)
     apply: Callable[..., tuple[Tensor, Tensor]] = _L2Norm.apply
@@ -159,7 +162,7 @@ def _flat(g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B, T, H, 128] as [N, H, 128]: in place where the kernel can read it so, else a copy."""
+    """[B, T, H, K] as [N, H, K]: in place where the kernel can read it so, else a copy."""
     batch, tokens = x.shape[:2]
     one_step = batch == 1 or x.stride(0) == tokens * x.stride(1)
     whole_vectors = x.stride(3) == 1 and x.stride(1) % VECTOR == 0 and x.stride(2) % VECTOR == 0 and x.data_ptr() % ALIGNMENT == 0

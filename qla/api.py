@@ -23,7 +23,6 @@ from qla.autograd import (
     recurrent_gated_delta_rule,
 )
 from qla.checks import (
-    KERNEL_DIM,
     Problem,
     check_cu_seqlens_values,
     check_inputs,
@@ -31,6 +30,7 @@ from qla.checks import (
     check_recurrent_inputs,
     check_scale,
     check_shape,
+    kernel_dim,
     recurrent_unsupported_reason,
     unsupported_reason,
     warn_once,
@@ -63,8 +63,9 @@ def chunk_gated_delta_rule(
     For each sequence and value head, token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; o = scale S^T q ("Gated
     Delta Networks", arXiv 2412.06464; ``qla.reference`` has the recurrence and the chunked form).
 
-    On a Hopper GPU, bfloat16 or float16 inputs with head sizes up to 128 run through qla's kernels. Everything else runs through
-    PyTorch in float32 (float64 for float64 inputs), with one warning for each reason; ``unsupported_reason`` tells in advance.
+    On a Hopper GPU, bfloat16 or float16 inputs with head sizes up to 128 run through qla's kernels: K and V of 64 and 128 as they are,
+    others padded with zeros to the next of the two, which changes nothing in the result. Everything else runs through PyTorch in float32
+    (float64 for float64 inputs), with one warning for each reason; ``unsupported_reason`` tells in advance.
 
     q, k: [B, T, H, K], bf16, fp16, fp32 or fp64, any strides. bf16 has the range of fp32; with fp16 the state, and what a chunk
         adds to it, is rounded to fp16 for every product: entries above 65504 become inf, and below 6e-8 zero.
@@ -317,7 +318,7 @@ def chunk_gated_delta_rule_bwd(
     sequence owns are 0.
 
     The states of all chunks are computed again, in a workspace of at most 2.125 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
-    64 KiB for each chunk and value head of one key head.
+    4 K V bytes (64 KiB for heads of 128) for each chunk and value head of one key head.
 
     Raises ValueError or TypeError as ``chunk_gated_delta_rule``.
     """
@@ -427,13 +428,14 @@ def _segmentation(
     lengths = None
     if on_host is not None and on_host.device.type == "cpu":
         lengths = tuple(on_host.diff().tolist())
-    heads = (problem.key_heads, problem.value_heads)
+    heads = (problem.key_heads, problem.value_heads, kernel_dim(problem.value_dim))
     return choose_plan(*heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths, device)
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:
-    """Zeros up to the kernels' head size in the last ``dims`` dimensions. Exact: they add zeros to sums, and stay zero in the state."""
-    missing = [KERNEL_DIM - size for size in reversed(x.shape[-dims:])]
+    """Zeros up to a head size of the kernels in each of the last ``dims`` dimensions. Exact: they add zeros to sums, and stay zero in the
+    state."""
+    missing = [kernel_dim(size) - size for size in reversed(x.shape[-dims:])]
     return F.pad(x, [n for m in missing for n in (0, m)]) if any(missing) else x  # F.pad copies even when there is nothing to add
 
 

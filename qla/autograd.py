@@ -92,11 +92,25 @@ class Forward:
 
 
 def choose_plan(
-    key_heads: int, value_heads: int, num_seqs: int, tokens: int, seq_len: int, lengths: tuple[int, ...] | None, device: torch.device
+    key_heads: int,
+    value_heads: int,
+    value_dim: int,
+    num_seqs: int,
+    tokens: int,
+    seq_len: int,
+    lengths: tuple[int, ...] | None,
+    device: torch.device,
 ) -> Plan:
-    """AutoCP's plan; tokens: of all sequences; lengths: of packed sequences where the host has them."""
+    """AutoCP's plan; value_dim: V, 64 or 128; tokens: of all sequences; lengths: of packed sequences where the host has them.
+
+    The planner knows heads of 128. Two value heads with V = 64 are for it one whose columns two blocks share, which is what they cost
+    the recurrence; of what depends on K it knows an upper bound.
+    """
     if num_seqs == 0 or tokens == 0:
         return WHOLE
+    if value_dim == 64:
+        value_heads = -(-value_heads // 2)
+        key_heads = math.gcd(key_heads, value_heads)
     return autocp.plan(_problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), device_spec(device))
 
 
@@ -132,7 +146,7 @@ def launch_forward(
         fwd_fused(
             q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale, *place, call.state_v_first, num_sms,
             items=cut and cut.forward, order=order, segment_states=cut and cut.states,
-            block_v=v.shape[-1] // call.plan.split if call.plan.split else None,
+            block_v=max(64, v.shape[2] // call.plan.split) if call.plan.split else None,
         )  # fmt: skip
     return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)
 

@@ -20,7 +20,7 @@ from qla.device import device_spec
 KERNEL_CAPABILITY = "9.0"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 RECURRENT_DTYPES = (*KERNEL_DTYPES, torch.float32)
-KERNEL_DIM = 128
+KERNEL_DIMS = (64, 128)  # head sizes K and V of the kernels, each by itself
 MAX_TOKENS = 2**31 - 1  # token rows are int32 in the kernels; element offsets are 64-bit
 
 
@@ -57,6 +57,11 @@ class Problem:
         return (self.num_seqs, self.value_heads, *inner)
 
 
+def kernel_dim(size: int) -> int:
+    """The head size of the kernels that one of ``size``, up to 128, is padded to: the least that holds it."""
+    return next(dim for dim in KERNEL_DIMS if size <= dim)
+
+
 def _compute_capability(device: torch.device) -> str:
     """Such as "9.0"."""
     return "{}.{}".format(*device_spec(device).capability)
@@ -91,8 +96,8 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) ->
         *others, last = (_name(dtype) for dtype in dtypes)
         return f"the kernels take {', '.join(others)} and {last}, and q is {_name(q.dtype)}"
     for dim, size in (("K", k.shape[-1]), ("V", v.shape[-1])):
-        if size > KERNEL_DIM:
-            return f"the kernels take head sizes up to {KERNEL_DIM}, and {dim} is {size}"
+        if size > KERNEL_DIMS[-1]:
+            return f"the kernels take head sizes up to {KERNEL_DIMS[-1]}, and {dim} is {size}"
     return None
 
 

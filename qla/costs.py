@@ -3,6 +3,7 @@
 The cost of a kernel, and of launching the call, is a sum of coefficients (microseconds, autocp_coefficients.json) times features: counts
 that follow from lengths, heads, plan and gates alone. bench/fit_autocp.py fits the coefficients to measured times. In the model blocks
 start in the order (sequence, segment, value head, half of V), serial ones before all others, each on the SM that is free first.
+Heads are of 128 here, as they were measured: ``qla.autograd.choose_plan`` says what others count as.
 Nothing here touches torch or a GPU.
 """
 
@@ -26,7 +27,7 @@ PLAN_PIECES = 8  # into which it divides a segment to see whether a transition m
 
 # What segments start from is kept for the backward pass while it is at most this share of what is saved anyway.
 KEPT_SHARE = 0.25
-STATE_BYTES = 64 << 10  # of a segment and value head: a state, or a transition in two parts
+STATE_BYTES = 64 << 10  # of a segment and value head: a state, or a transition in two parts; K = V = 128, as all coefficients
 
 # Weights of the list scheduling, in tenths of a microsecond: of a chunk by the split of V (as in choose_block_v), and of a block.
 CHUNK_WEIGHT = {1: 20, 2: 13}

@@ -76,7 +76,7 @@ def _call(
         length, split, inline_warmup, max_warmup, max_transition_heads, whole_backward = plan
         fixed = Plan(length, split, inline_warmup, max_warmup, max_transition_heads, threshold, bool(whole_backward))
     else:
-        fixed = choose_plan(k.shape[1], v.shape[1], num_seqs, len(v), seq_len, None, v.device)
+        fixed = choose_plan(k.shape[1], v.shape[1], v.shape[2], num_seqs, len(v), seq_len, None, v.device)
     return Call(num_seqs, seq_len, scale, state_v_first, output_final_state, fixed)
 
 

@@ -28,6 +28,7 @@ DEVICE = os.environ.get("QLA_TEST_DEVICE", "cuda")  # "cpu" runs the numeric tes
 CHUNK = 64
 FLOOR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 GATES = ("fast", "none", "mixed")
+NARROW = [(64, 64), (64, 128), (128, 64)]  # head sizes (K, V) that the kernels have besides 128 twice
 
 
 def watchdog(seconds: int) -> list[pytest.MarkDecorator]:

@@ -21,6 +21,7 @@ from problems import (
     DEVICE,
     GATES,
     NAN_FILLED,
+    NARROW,
     VIEWS,
     Inputs,
     as_view,
@@ -96,7 +97,7 @@ def test_full_card(batch, dtype, rng):
     check(make_inputs(rng, 100, (2, 4), batch=batch if DEVICE != "cpu" else 5, dtype=dtype), rng)
 
 
-DIMS = [(64, 64), (96, 96), (80, 112), (128, 64), (32, 16)]
+DIMS = [*NARROW, (96, 96), (80, 112), (32, 16), (60, 60), (100, 60)]
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -104,6 +105,41 @@ def test_head_sizes(dims, rng):
     x = make_inputs(rng, [100, 64], dims=dims)
     assert DEVICE == "cpu" or qla.unsupported_reason(*x.tensors) is None
     check(x, rng)
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(2, 4), (2, 8), (3, 3)], ids=str)
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_narrow_heads(dims, heads, dtype, rng):
+    """Ragged lengths with all kinds of gates; the right half of the backward kernel has no columns of K, of V, or of either."""
+    for gates in GATES:
+        check(make_inputs(rng, [*TAILS, 0, 512], heads, dims=dims, dtype=dtype, gates=gates), rng)
+
+
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_narrow_heads_fill_the_card(dims, rng):
+    check(make_inputs(rng, 100, (2, 4), batch=140 if DEVICE != "cpu" else 5, dims=dims), rng)
+
+
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_rows_without_owner_of_narrow_heads(dims, rng):
+    x = make_inputs(rng, [70, 64], dims=dims)
+    losses = make_losses(rng, x)
+    longer = with_garbage_rows(x, 70, torch.nan)
+    got = gradients_of(longer, losses._replace(do=torch.nn.functional.pad(losses.do, (0, 0, 0, 0, 0, 70), value=1.0)))
+    for name in ("q", "k", "v", "g", "beta"):
+        assert bool((got[name][:, 134:] == 0).all()), name
+    expected = gradients_of(x, losses)
+    assert_same_gradients({name: d[:, :134] if name != "h0" else d for name, d in got.items()}, expected, "garbage past the end")
+
+
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_narrow_heads_repeat(dims, rng):
+    x = make_inputs(rng, [130, 65, 1, 700], (2, 8), dims=dims, gates="mixed")
+    losses = make_losses(rng, x)
+    expected = gradients_of(x, losses)
+    for _ in range(200 if DEVICE != "cpu" else 2):
+        assert_same_gradients(gradients_of(x, losses), expected, "again")
 
 
 # Losses and states
@@ -131,7 +167,7 @@ def transposed_run(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return x.run(state_v_first=True)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (80, 112)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (80, 112), *NARROW], ids=str)
 @pytest.mark.parametrize("tokens", [130, [64, 0, 77]], ids=str)
 def test_state_layouts_are_transposes(tokens, dims, rng):
     x = make_inputs(rng, tokens, dims=dims)

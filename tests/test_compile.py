@@ -27,9 +27,10 @@ def through(function, **options):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("lengths", [[700, 64, 1], [1600]], ids=str)
 @pytest.mark.parametrize("options", [{"auto_cp": False}, {"auto_cp": CUT}, {}], ids=["uncut", "cut", "own plan"])
-def test_compiled_is_eager(options, lengths, backend, rng):
+@pytest.mark.parametrize("dims", [(128, 128), (64, 128)], ids=str)
+def test_compiled_is_eager(dims, options, lengths, backend, rng):
     torch._dynamo.reset()
-    x = make_inputs(rng, lengths if len(lengths) > 1 else lengths[0], (2, 8), gates="mixed")
+    x = make_inputs(rng, lengths if len(lengths) > 1 else lengths[0], (2, 8), dims=dims, gates="mixed")
     losses = make_losses(rng, x)
     compiled = torch.compile(qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
     eager = through(qla.chunk_gated_delta_rule, **options)

@@ -23,6 +23,7 @@ from gradients import (
 from problems import (
     DEVICE,
     NAN_FILLED,
+    NARROW,
     Inputs,
     assert_accurate,
     assert_same_bits,
@@ -119,6 +120,27 @@ def test_gate_gradients_are_as_accurate_as_uncut(plan, rng):
     assert math.exp(sum(logs) / len(logs)) <= ALLOWED
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("gates", ["none", "medium", "fast", "mixed"])
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_narrow_heads(dims, gates, plan, rng):
+    """A transition is K x K: with K and V of two sizes its blocks, and the merge's, are not those of a state."""
+    x = gated(rng, gates, LENGTHS[1], dims=dims)
+    got, whole = x.run(auto_cp=plan), x.run(auto_cp=False)
+    exact = x.exact(chunked=True)
+    assert_as_accurate(got, whole, exact, ("o", "state"))
+    assert_accurate(x, got, expected=exact)
+    assert_gradients_as_accurate(x, make_losses(rng, x), plan)
+
+
+@pytest.mark.parametrize("dims", [(60, 100), (100, 60)], ids=str)
+def test_padded_heads(dims, rng):
+    x = gated(rng, "mixed", LENGTHS[1], dims=dims)
+    plan = PLANS["all three"]
+    assert_as_accurate(x.run(auto_cp=plan), x.run(auto_cp=False), x.exact(chunked=True), ("o", "state"))
+    assert_gradients_as_accurate(x, make_losses(rng, x), plan)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (1, 8), (2, 6)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_head_ratios_and_dtypes(dtype, heads, rng):
@@ -157,8 +179,9 @@ def test_batches_and_short_sequences(batch, tokens, rng):
         assert_gradients_as_accurate(x, losses, PLANS[name])
 
 
-def test_states_in_either_layout(rng):
-    x = gated(rng, "mixed", LENGTHS[1])
+@pytest.mark.parametrize("dims", [(128, 128), *NARROW], ids=str)
+def test_states_in_either_layout(dims, rng):
+    x = gated(rng, "mixed", LENGTHS[1], dims=dims)
     turned = x.with_(h0=x.h0.transpose(2, 3).contiguous())
     for plan in PLANS.values():
         o, state = x.run(auto_cp=plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import DEVICE, Inputs, assert_same_bits, gpu_marks, make_inputs, side_load
+from problems import DEVICE, NARROW, Inputs, assert_same_bits, gpu_marks, make_inputs, side_load
 
 pytestmark = gpu_marks()
 
@@ -29,6 +29,14 @@ def repeat(x: Inputs, expected: tuple[torch.Tensor, torch.Tensor], count: int) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_repeats(dtype, lengths, heads, rng):
     x = make_inputs(rng, lengths, heads, dtype=dtype)
+    expected = x.run()
+    assert repeat(x, expected, REPEATS) == 0
+
+
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+@pytest.mark.parametrize("lengths, heads", SHAPES[:2], ids=str)
+def test_repeats_of_narrow_heads(lengths, heads, dims, rng):
+    x = make_inputs(rng, lengths, heads, dims=dims)
     expected = x.run()
     assert repeat(x, expected, REPEATS) == 0
 

@@ -9,6 +9,7 @@ from problems import (
     FLOOR,
     GATES,
     NAN_FILLED,
+    NARROW,
     Inputs,
     assert_accurate,
     assert_same_bits,
@@ -17,10 +18,12 @@ from problems import (
     make_inputs,
     nan_filled_empty,  # noqa: F401
     relative,
+    with_garbage_rows,
     worst_state,
 )
 
 import qla
+from qla.autocp import Plan
 from qla.reference import chunk_gate_sum_and_inverse
 
 pytestmark = gpu_marks(NAN_FILLED)
@@ -78,7 +81,7 @@ def test_buffers_are_poisoned_and_overwritten(nan_filled_empty, rng):  # noqa: F
     assert torch.isfinite(o).all() and torch.isfinite(state).all()
 
 
-DIMS = [(64, 64), (96, 96), (64, 128), (128, 64), (96, 128), (128, 96), (80, 112), (32, 16)]
+DIMS = [*NARROW, (96, 96), (96, 128), (128, 96), (80, 112), (32, 16), (60, 60), (100, 60), (60, 100)]
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -88,6 +91,44 @@ def test_head_sizes(dims, rng):
     assert_accurate(x, x.run())
     o, state = x.run(state_v_first=True, initial_state=x.h0.transpose(-1, -2))
     assert_same_bits((o, state.transpose(-1, -2)), x.run(), f"V-first state, head sizes {dims}")
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", NARROW, ids=str)
+def test_narrow_heads(dims, dtype, gates, rng):
+    """Ragged lengths, grouped heads; batches of which some fill the card, so that both widths of a block of 128 columns are run."""
+    for heads in ((2, 8), (3, 3)):
+        x = make_inputs(rng, [130, 0, 1, 64, 63, 300], heads, dims=dims, dtype=dtype, gates=gates)
+        assert_accurate(x, x.run())
+    for batch in BATCHES[:1] if DEVICE == "cpu" else BATCHES:
+        x = make_inputs(rng, 100, (2, 4), batch=batch, dims=dims, dtype=dtype, gates=gates)
+        assert_accurate(x, x.run())
+
+
+@pytest.mark.parametrize("plan", [False, Plan(4, 2, 1, 2, 4)], ids=["whole", "cut"])
+@pytest.mark.parametrize("dims", [*NARROW, (60, 60)], ids=str)
+def test_narrow_heads_give_the_bits_of_padded_ones(dims, plan, rng):
+    """Zeros up to 128 add nothing: what is left out is all that a smaller kernel leaves out."""
+    x = make_inputs(rng, [700, 0, 1, 64, 900], (2, 4), dims=dims, gates="mixed")
+    key_dim, value_dim = dims
+
+    def wide(t: torch.Tensor, *dims: int) -> torch.Tensor:
+        return torch.nn.functional.pad(t, [n for size in reversed(dims) for n in (0, 128 - size)])
+
+    padded = x.with_(q=wide(x.q, key_dim), k=wide(x.k, key_dim), v=wide(x.v, value_dim), h0=wide(x.h0, key_dim, value_dim))
+    o, state = padded.run(auto_cp=plan, scale=key_dim**-0.5)
+    assert bool((o[..., value_dim:] == 0).all()) and bool((state[:, :, key_dim:] == 0).all())
+    assert_same_bits(x.run(auto_cp=plan), (o[..., :value_dim], state[:, :, :key_dim, :value_dim]), "padded by the caller")
+
+
+def test_rows_without_owner_of_narrow_heads(rng):
+    for dims in NARROW:
+        x = make_inputs(rng, [70, 64], dims=dims)
+        longer = with_garbage_rows(x, 70, torch.nan)
+        o, state = longer.run()
+        assert bool((o[:, 134:] == 0).all())
+        assert_same_bits((o[:, :134], state), x.run(), f"garbage past the end, head sizes {dims}")
 
 
 @pytest.mark.parametrize("tokens", [130, [64, 0, 77]], ids=str)

@@ -73,7 +73,7 @@ class StandIns:
         owned = torch.ones(len(q)) if cu_seqlens is None else torch.arange(len(q)) < cu_seqlens[-1]
         found = []
         for x in (q, k):
-            assert x.shape[2] == 128 and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.data_ptr() % 16 == 0
+            assert x.shape[2] in (64, 128) and x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.data_ptr() % 16 == 0
             r = owned.unsqueeze(1) * (x.float().square().sum(-1) + eps).rsqrt()
             found.append((torch.where(owned.view(-1, 1, 1) > 0, r.unsqueeze(-1) * x, 0).to(x.dtype), r))
         (yq, rq), (yk, rk) = found
@@ -84,7 +84,7 @@ class StandIns:
         grads = []
         for dy, y, r in ((dyq, yq, rq), (dyk, yk, rk)):
             self.check("dy", dy, tuple(y.shape), y.dtype)
-            self.check("y", y, (*r.shape, 128), y.dtype)
+            self.check("y", y, (*r.shape, dy.shape[2]), y.dtype)
             grads.append((r.unsqueeze(-1) * (dy.float() - y.float() * (dy.float() * y.float()).sum(-1, keepdim=True))).to(y.dtype))
         return grads
 
@@ -124,10 +124,11 @@ class StandIns:
     def kkt_solve(self, k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound):
         self.launches.append("kkt_solve")
         tokens, heads = g.shape
-        self.check("k", k, (tokens, k.shape[1], 128), k.dtype)
+        assert {k.shape[2], o.shape[2]} <= {64, 128}
+        self.check("k", k, (tokens, *k.shape[1:]), k.dtype)
         self.check("g", g, (tokens, heads), torch.float32)
         self.check("beta", beta, (tokens, heads), torch.float32)
-        self.check("o", o, (tokens, heads, 128), k.dtype)
+        self.check("o", o, (tokens, heads, o.shape[2]), k.dtype)
         assert num_sms == SPEC.sm_count
         o.fill_(math.nan)
         if cu_seqlens is not None:
@@ -135,7 +136,8 @@ class StandIns:
         self.g = g
         g_cum, A = chunk_gate_sum_and_inverse(*self.batched(cu_seqlens, num_seqs, seq_len, k, g, beta), cu_seqlens)
         self.bound = torch.zeros(self.num_slots(tokens, num_seqs, seq_len) if with_bound else 1, heads)
-        self.made["kkt_solve"] = g_cum, A, _ = g_cum.flatten(0, 1), A.flatten(0, 1).to(k.dtype), self.bound
+        g_cum, A = g_cum.flatten(0, 1), A.flatten(0, 1).to(k.dtype)
+        self.made["kkt_solve"] = g_cum, A, self.bound, o
         return g_cum, A, self.bound
 
     def fwd_fused(
@@ -149,13 +151,14 @@ class StandIns:
             "states": segment_states, "block_v": block_v,
         }  # fmt: skip
         tokens, heads, _ = v.shape
+        inner = self.inner(k, v, state_v_first)
         for name, x, shape, dtype in (
             ("q", q, tuple(k.shape), k.dtype),
-            ("v", v, (tokens, heads, 128), k.dtype),
+            ("v", v, tuple(o.shape), k.dtype),
             ("g_cum", g_cum, (tokens, heads), torch.float32),
             ("A", A, (tokens, heads, 64), k.dtype),
-            ("initial_state", initial_state, (num_seqs, heads, 128, 128), torch.float32),
-            ("final_state", final_state, (num_seqs, heads, 128, 128), torch.float32),
+            ("initial_state", initial_state, (num_seqs, heads, *inner), torch.float32),
+            ("final_state", final_state, (num_seqs, heads, *inner), torch.float32),
         ):
             if x is not None:
                 self.check(name, x, shape, dtype)
@@ -171,13 +174,18 @@ class StandIns:
     def num_slots(tokens, num_seqs, seq_len):
         return num_seqs * -(-seq_len // 64) if seq_len > 0 else tokens // 64 + num_seqs + 1
 
-    def check_scan(self, name, x, k, states, head0, state, num_seqs, seq_len):
+    @staticmethod
+    def inner(k, v, state_v_first):
+        """Last two dimensions of a state."""
+        return (v.shape[2], k.shape[2]) if state_v_first else (k.shape[2], v.shape[2])
+
+    def check_scan(self, name, x, k, states, head0, state, num_seqs, seq_len, state_v_first):
         self.launches.append((name, head0, states.shape[1]))
-        self.check("x", x, (len(k), x.shape[1], 128), k.dtype)
+        self.check("x", x, (len(k), *x.shape[1:]), k.dtype)
         slots = self.num_slots(len(k), num_seqs, seq_len)
-        self.check("states", states, (slots, states.shape[1], 128, 128), k.dtype)
+        self.check("states", states, (slots, states.shape[1], *self.inner(k, x, True)), k.dtype)
         if state is not None:
-            self.check("state", state, (num_seqs, x.shape[1], 128, 128), torch.float32)
+            self.check("state", state, (num_seqs, x.shape[1], *self.inner(k, x, state_v_first)), torch.float32)
         states.fill_(math.nan)
 
     def scan_states(
@@ -186,7 +194,7 @@ class StandIns:
     ):  # fmt: skip
         assert not self.beside.inside and not self.beside.joined
         self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states})
-        self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
+        self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len, state_v_first)
         self.initial_state, self.state_v_first = initial_state, state_v_first
 
     def scan_state_gradients(
@@ -195,7 +203,7 @@ class StandIns:
     ):  # fmt: skip
         assert self.beside.inside
         self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states})
-        self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
+        self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len, state_v_first)
         self.final_grad, self.initial_grad = final_grad, initial_grad
 
     def cp_plan(
@@ -205,21 +213,25 @@ class StandIns:
         self.launches.append("cp_plan")
         assert torch.equal(bound, self.bound) and len(bound) == self.num_slots(tokens, num_seqs, seq_len) and num_sms == SPEC.sm_count
         rule = (segment_chunks, split, inline_warmup, max_warmup, max_transition_heads, threshold)
+        assert value_dim == self.made["kkt_solve"][3].shape[2]
         self.got["cp_plan"] = {"place": (cu_seqlens, num_seqs, seq_len), "tokens": tokens, "segments": num_segments, "rule": rule}
         forward, reverse = torch.zeros(2, num_segments, bound.shape[1], 4, dtype=torch.int32)
         self.made["cp_plan"] = forward, reverse, torch.zeros(2 * num_segments * bound.shape[1], dtype=torch.int32)
         return self.made["cp_plan"]
 
     def check_starts(self, items, states, transitions):
-        self.check("states", states, (*items.shape[:2], 128, 128), torch.float32)
+        value_dim, key_dim = states.shape[2:]
+        assert {key_dim, value_dim} <= {64, 128}
+        self.check("states", states, (*items.shape[:2], value_dim, key_dim), torch.float32)
         if transitions is not None:
-            self.check("transitions", transitions, (*items.shape[:2], 2, 128, 128), torch.bfloat16)
+            self.check("transitions", transitions, (*items.shape[:2], 2, key_dim, key_dim), torch.bfloat16)
 
     def prepare_states(
         self, k, v, g_cum, beta, A, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states, transitions
     ):
         self.launches.append("prepare_states")
         self.check_starts(items, segment_states, transitions)
+        assert segment_states.shape[2:] == self.inner(k, v, True)
         assert num_sms == SPEC.sm_count
         self.got["prepare_states"] = {
             "tensors": (k, v, g_cum, beta, A, initial_state), "place": (cu_seqlens, num_seqs, seq_len), "items": items,
@@ -232,7 +244,7 @@ class StandIns:
         self.launches.append("prepare_state_gradients")
         self.check_starts(items, segment_states, None)
         assert num_sms == SPEC.sm_count
-        self.check("do", do, (*g_cum.shape, 128), k.dtype)
+        self.check("do", do, (*g_cum.shape, segment_states.shape[2]), k.dtype)
         self.got["prepare_state_gradients"] = {
             "tensors": (k, g_cum, beta, A, final_grad), "place": (cu_seqlens, num_seqs, seq_len), "items": items,
             "states": segment_states, "scale": scale, "layout": state_v_first,
@@ -300,7 +312,7 @@ def expected_of(inputs, **options):
     return chunked_gated_delta_rule(*inputs, output_final_state=True, **options)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64), (100, 37), (128, 1), (3, 128)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64), (64, 65), (100, 37), (128, 1), (3, 128)])
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("lengths", [None, LENGTHS_WITH_GAPS], ids=["equal", "packed"])
 def test_head_sizes_are_padded_exactly(rng, kernels, key_dim, value_dim, state_v_first, lengths):
@@ -313,6 +325,8 @@ def test_head_sizes_are_padded_exactly(rng, kernels, key_dim, value_dim, state_v
     o, state = qla.chunk_gated_delta_rule(*inputs, output_final_state=True, **options)
     expected, expected_state = expected_of(inputs, **options)
     assert kernels.launches == ["kkt_solve", "fwd_fused"]
+    k, v, *_ = kernels.got["fwd_fused"]["tensors"]
+    assert (k.shape[2], v.shape[2]) == tuple(64 if size <= 64 else 128 for size in (key_dim, value_dim)), "each by itself"
     assert o.is_contiguous() and state.is_contiguous() and state.shape == options["initial_state"].shape
     assert_close(o, expected, 1e-3, "o")
     assert_close(state, expected_state, 1e-6, "final state")
@@ -403,7 +417,7 @@ class TestCutCalls:
     def problem(self, request, rng):
         """(inputs, start, options, (num_seqs, seq_len)); the packed one has rows that no sequence owns."""
         packed = request.param == "packed"
-        inputs = make_inputs(rng, sum(LENGTHS) + 13 if packed else 300, batch=1 if packed else 2, dtype=torch.bfloat16)
+        inputs = make_inputs(rng, sum(LENGTHS) + 13 if packed else 300, batch=1 if packed else 2, value_dim=80, dtype=torch.bfloat16)
         start = make_state(rng, inputs, len(LENGTHS) if packed else None).float()
         return inputs, start, {"cu_seqlens": cu_seqlens_of(LENGTHS)} if packed else {}, (len(LENGTHS), 0) if packed else (2, 300)
 
@@ -459,7 +473,7 @@ class TestCutCalls:
         assert through["items"] is kernels.made["cp_plan"][0] and through["order"] is kernels.made["cp_plan"][2]
         states, _ = self.check_preparation(kernels, plan, options["initial_state"])
         assert through["states"] is states
-        assert states is None or states.shape == (planned["segments"], heads, 128, 128)
+        assert states is None or states.shape[:2] == (planned["segments"], heads)
 
     @pytest.mark.parametrize("slices", [1, 2])
     def test_backward(self, kernels, plan, problem, slices, monkeypatch):
@@ -595,7 +609,7 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     asked = []
     monkeypatch.setattr(autocp, "plan", lambda sizes, spec: asked.append(sizes) or WHOLE)
     lengths, padding = (65, 0, 200), 5
-    inputs = make_inputs(rng, sum(lengths) + padding, dtype=torch.bfloat16)
+    inputs = make_inputs(rng, sum(lengths) + padding, value_dim=65, dtype=torch.bfloat16)
     cu = cu_seqlens_of(lengths, dtype)
     problem = check_inputs(*inputs, None, False, cu, None)
     elsewhere = cu.to("meta")  # as one on a GPU: its values are not the host's
@@ -603,9 +617,10 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
         assert _segmentation(True, problem, inputs.v.device, given, on_host) is WHOLE
         assert asked.pop() == autocp.Problem(2, 4, len(lengths), sum(lengths) + padding, 0, expected)
     assert asked == []
-    batch = make_inputs(rng, 70, batch=3, dtype=torch.bfloat16)
-    _segmentation(True, check_inputs(*batch, None, False, None, None), batch.v.device, None, None)
-    assert asked.pop() == autocp.Problem(2, 4, 3, 210, 70)
+    for value_dim, heads, counted in ((128, (2, 4), (2, 4)), (64, (2, 4), (2, 2)), (64, (4, 4), (2, 2)), (64, (3, 9), (1, 5))):
+        batch = make_inputs(rng, 70, 3, *heads, value_dim=value_dim, dtype=torch.bfloat16)
+        _segmentation(True, check_inputs(*batch, None, False, None, None), batch.v.device, None, None)
+        assert asked.pop() == autocp.Problem(*counted, 3, 210, 70), "two heads of 64 columns are one that two blocks share"
     for auto_cp in (False, WHOLE, PLANS["transitions"]):
         assert _segmentation(auto_cp, problem, inputs.v.device, cu, None) == (auto_cp or WHOLE)
     assert asked == []
@@ -686,7 +701,7 @@ class TestGradients:
     def test_slices_of_heads_fit_into_the_workspace(self, rng, kernels, monkeypatch):
         inputs = make_inputs(rng, 200, key_heads=3, value_heads=6, dtype=torch.bfloat16)
         state = make_state(rng, inputs).float()
-        bytes_a_head = 2 * 4 * 128 * 128 * 2
+        bytes_a_head = 2 * 4 * 64 * 64 * 2
         grads = []
         for limit, slices in ((2**31, [(0, 6)]), (4 * bytes_a_head, [(0, 2), (2, 4)]), (1, [(0, 2), (2, 2), (4, 2)])):
             monkeypatch.setenv("QLA_WORKSPACE_BYTES", str(limit))

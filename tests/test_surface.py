@@ -67,9 +67,10 @@ def test_old_name_of_the_state_layout(rng):
         assert_same_bits(x.run(initial_state=h0, transpose_state_layout=True), expected, "transpose_state_layout")
 
 
-def test_activations_inside(rng):
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (60, 100)], ids=str)
+def test_activations_inside(dims, rng):
     """l2norm, the sigmoid of beta, negative eigenvalues and the gate, against the same done before in float64."""
-    x = make_inputs(rng, [130, 65])
+    x = make_inputs(rng, [130, 65], dims=dims)
     q, k = 3 * x.q, 0.3 * x.k
     raw_beta, raw_g = (torch.randn(x.g.shape, generator=rng).to(DEVICE) for _ in range(2))
     A_log, dt_bias = (torch.randn(4, generator=rng).to(DEVICE) for _ in range(2))
