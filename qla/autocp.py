@@ -298,7 +298,8 @@ def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None
 def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_sms: int = 132, backward: bool = False) -> str:
     """A table of what a call could be cut into, with predicted times, and why the plan is what it is.
 
-    key_heads, value_heads: H and HV. lengths: tokens of each sequence; equal ones count as a batch.
+    key_heads, value_heads: H and HV, of heads of 128 (two value heads of 64 columns cost what one of 128 does). lengths: tokens of each
+    sequence; equal ones count as a batch.
     num_sms: multiprocessors of the card, default 132 (H100 SXM, H200). backward: whether the times are those of the backward; the plan is
     made for the forward in either case. Raises ValueError.
     """

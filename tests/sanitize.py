@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python tests/sanitize.py
 
 Packed sequences with tails, an empty one and rows that none owns; equal lengths; both block widths and dtypes; states in
-both layouts; offsets that are wrong; sequences cut into segments of a chunk or two, with warm-up, transitions and serial
+both layouts; head sizes of 64; offsets that are wrong; sequences cut into segments of a chunk or two, with warm-up, transitions and serial
 heads; activations; decoding. The sanitizer slows kernels down a hundredfold, so everything is tiny: the wide blocks are for
 many items, which here are sequences of a few tokens. The backward pass runs whole and in slices of one key head. PyTorch's
 cache of freed memory is switched off, so that memcheck sees the true ends of the tensors. ``--quick`` leaves out fp16.
@@ -35,11 +35,19 @@ def inputs(tokens: int, heads: tuple[int, int], dtype: torch.dtype, batch: int =
     return [q, k, v, g, torch.rand(batch, tokens, hv, device="cuda")]
 
 
+def of_sizes(tensors: list[Tensor], key_dim: int, value_dim: int) -> list[Tensor]:
+    """The same with narrower heads."""
+    q, k, v, g, beta = tensors
+    return [*(x[..., :key_dim].contiguous() for x in (q, k)), v[..., :value_dim].contiguous(), g, beta]
+
+
 def run(name: str, tensors: list[Tensor], lengths: list[int] | None, state: bool = True, check: bool = True, **options: object) -> None:
     """One call and its backward pass; ``lengths`` are offsets of packed sequences, or None. Raises unless every element is finite."""
     cu = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
     sequences = tensors[0].shape[0] if cu is None else len(cu) - 1
-    h0 = torch.randn(sequences, tensors[2].shape[2], 128, 128, device="cuda") if state else None
+    key_dim, value_dim = tensors[0].shape[3], tensors[2].shape[3]
+    inner = (value_dim, key_dim) if options.get("state_v_first") else (key_dim, value_dim)
+    h0 = torch.randn(sequences, tensors[2].shape[2], *inner, device="cuda") if state else None
     leaves = [x.detach().requires_grad_() for x in (*tensors, *([] if h0 is None else [h0]))]
     start = leaves[5] if state else None
     o, final = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=start, output_final_state=state, cu_seqlens=cu, **options)
@@ -95,6 +103,12 @@ def main() -> None:
             cut = inputs(360, (2, 4), dtype)
             cut[3][..., ::2] = 0.0  # every second head never decays
             run(f"{dtype} {plan}", cut, [0, 260, 260, 261, 350], auto_cp=plan)
+            for dims in ((64, 64), (64, 128), (128, 64)):
+                run(f"{dtype} {plan}, head sizes {dims}", of_sizes(cut, *dims), [0, 260, 260, 261, 350], auto_cp=plan, state_v_first=True)
+        for dims in ((64, 64), (64, 128), (128, 64)):
+            run(f"{dtype} packed, head sizes {dims}", of_sizes(inputs(215, (2, 4), dtype), *dims), [0, 70, 70, 134, 200])
+            few = of_sizes(inputs(3 * count, (2, 8), dtype), *dims)
+            run(f"{dtype} {count * 8} items, head sizes {dims}", few, list(range(0, 3 * count + 1, 3)))
         A_log, dt_bias = (torch.randn(4, device="cuda") for _ in range(2))
         joint = torch.randn(1, 130, 6 * 128, device="cuda").to(dtype)  # q and k are slices of it, read in place
         q, k = (joint[..., i * 256 : (i + 1) * 256].unflatten(-1, (2, 128)) for i in range(2))
@@ -103,8 +117,7 @@ def main() -> None:
     for dtype in (*dtypes, torch.float32):
         decode(f"{dtype} decoding, 2/8 heads", inputs(2, (2, 8), dtype, batch=3), None)
         decode(f"{dtype} decoding, packed, rows that none owns", inputs(11, (2, 4), dtype), [0, 1, 1, 4, 9])
-        narrow = [x[..., :60] if x.dim() == 4 else x for x in inputs(2, (1, 3), dtype, batch=2)]
-        decode(f"{dtype} decoding, head sizes 60", narrow, None)
+        decode(f"{dtype} decoding, head sizes 60", of_sizes(inputs(2, (1, 3), dtype, batch=2), 60, 60), None)
     for wrong in ([0, 50, 20, 128], [0, 300], [-64, 128], [100, 0, 100], [2**31 - 1, -(2**31)]):
         run(f"wrong offsets {wrong}", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
         decode(f"wrong offsets {wrong}, decoding", inputs(128, (2, 4), torch.bfloat16), wrong, check=False)
