@@ -170,6 +170,7 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     state_shape = (num_slots(len(x.q), *x.place[1:]), case.shape.hv, 128, 128)
     states, state_grads = torch.empty(2, *state_shape, dtype=x.q.dtype, device=x.q.device)
     gradients = [torch.empty_like(tensor) for tensor in (x.q, x.k, x.v, g_cum, x.beta)]
+    vd, dw = torch.empty(2, *x.v.shape, dtype=x.v.dtype, device=x.v.device)
     start_grads = None if made.transitions is None else torch.empty_like(made.states)
     gates = (g_cum, x.beta, A)
 
@@ -180,16 +181,16 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
         cp_merge(start_grads, made.transitions, made.forward, x.place[0], len(x.v), *x.place[1:], plan.chunks_per_segment, reverse=True)
 
     def scan() -> None:
-        scan_states(x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
+        scan_states(x.k, x.v, *gates, states, vd, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
 
     def reverse_scan() -> None:
         scan_state_gradients(
-            x.q, x.k, do, *gates, state_grads, 0, None, None, case.scale, *x.place, False, x.num_sms,
+            x.q, x.k, do, *gates, state_grads, dw, 0, None, None, case.scale, *x.place, False, x.num_sms,
             items=made.reverse, segment_states=start_grads,
         )  # fmt: skip
 
     def fused() -> None:
-        bwd_fused(x.q, x.k, x.v, *gates, do, states, state_grads, *gradients, 0, case.scale, *x.place, x.num_sms)
+        bwd_fused(x.q, x.k, x.v, g_cum, x.beta, vd, do, dw, states, state_grads, *gradients, 0, case.scale, *x.place, x.num_sms)
 
     own: Calls = {"scan_states": scan, "scan_state_gradients": reverse_scan}
     if start_grads is not None:

@@ -316,8 +316,8 @@ def chunk_gated_delta_rule_bwd(
     the gates that the forward pass took (natural logarithms, not their sums); dh0 is None without initial_state. Rows that no
     sequence owns are 0.
 
-    The states of all chunks are computed again, in a workspace of at most 2.125 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
-    64 KiB for each chunk and value head of one key head.
+    The states of all chunks are computed again, in a workspace of at most 2.625 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
+    80 KiB for each chunk and value head of one key head.
 
     Raises ValueError or TypeError as ``chunk_gated_delta_rule``.
     """

@@ -26,7 +26,7 @@ from qla.reference import CHUNK
 LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
-WORKSPACE_BYTES = (2 << 30) + (128 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
+WORKSPACE_BYTES = (2 << 30) + (640 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def workspace_limit() -> int:
-    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2.125 GiB."""
+    """Bytes that what the scans leave for all chunks may take in the backward pass: QLA_WORKSPACE_BYTES if set, else 2.625 GiB."""
     text = os.environ.get(WORKSPACE_VARIABLE, "")
     if not text:
         return WORKSPACE_BYTES
@@ -300,7 +300,7 @@ def workspace_limit() -> int:
 
 
 def head_slices(key_heads: int, value_heads: int, bytes_a_head: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(first value head, number) of slices of whole groups, as equal as can be, whose states fit into ``limit`` bytes, or of one group."""
+    """(first value head, number) of slices of whole groups, as equal as can be, that fit into ``limit`` bytes, or of one group."""
     ratio = value_heads // key_heads
     at_once = max(1, min(key_heads, limit // max(bytes_a_head * ratio, 1)))
     count = -(-key_heads // at_once)
@@ -327,8 +327,8 @@ def launch_backward(
     """Launches the backward kernels on the current stream of q's device.
 
     Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, 128], dht [S, HV, 128, 128]: the gradients of o and of the
-    final state, in any dtype, None for zero. Two scans, side by side, write the states and their gradients for all chunks of a slice of
-    heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
+    final state, in any dtype, None for zero. Two scans, side by side, write the states with Vd and their gradients with dW for all chunks
+    of a slice of heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
 
     Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
     """
@@ -349,8 +349,10 @@ def launch_backward(
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g_cum, beta))
     dh0 = q.new_empty(call.num_seqs, value_heads, dim, dim, dtype=torch.float32) if initial_state_grad else None
     slots = num_slots(tokens, call.num_seqs, call.seq_len)
-    slices = list(head_slices(k.shape[1], value_heads, 2 * slots * dim * dim * q.element_size(), workspace_limit()))
-    workspace = q.new_empty(2, slots * max(heads for _, heads in slices), dim, dim)
+    elements = 2 * slots * dim * dim + tokens * dim  # of a head's states, their gradients and Vd
+    slices = list(head_slices(k.shape[1], value_heads, elements * q.element_size(), workspace_limit()))
+    at_once = max(heads for _, heads in slices)
+    workspace, values = q.new_empty(2, slots * at_once, dim, dim), q.new_empty(tokens * at_once, dim)
     forward = reverse = starts = start_grads = transitions = None
     segments = (cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment)
     made_again = False
@@ -373,21 +375,23 @@ def launch_backward(
                 )  # fmt: skip
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, dim, dim) for x in workspace)
+            vd = values[: tokens * heads].view(tokens, heads, dim)
             with beside:
                 if start_grads is not None and head0 == 0:
                     cp_merge(start_grads, transitions, forward, *segments, reverse=True)
                 scan_state_gradients(
-                    q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
+                    q, k, do, g_cum, beta, A, state_grads, dv, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
                     items=reverse, segment_states=start_grads,
                 )  # fmt: skip
             if made_again and transitions is not None and head0 == 0:
                 cp_merge(starts, transitions, forward, *segments, reverse=False)
             scan_states(
-                k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
+                k, v, g_cum, beta, A, states, vd, head0, initial_state, *place, call.state_v_first, num_sms,
                 items=forward, segment_states=starts,
             )  # fmt: skip
             beside.join()
-            bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
+            # dW lies where dV is to be
+            bwd_fused(q, k, v, g_cum, beta, vd, do, dv, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
     return dq, dk, dv, dg, dbeta, dh0
 
 

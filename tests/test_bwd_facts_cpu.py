@@ -25,35 +25,55 @@ def test_threads_registers_and_shared_memory(kernel):
     assert sum(bwd.REGS.values()) * 128 <= launch_registers(cfg.threads)
 
 
+RINGS = {  # consumers, and whether gates' warp or the tiles' warp fills them
+    "keys": 32, "gates": 416, "vd": 256, "dw": 384, "do": 128, "ds": 256, "s": 384, "pairs": 128, "sums": 32,
+}  # fmt: skip
+PRODUCERS = dict.fromkeys(RINGS, 32) | {"pairs": 128, "sums": 384}
+DEPTHS = dict.fromkeys(RINGS, 1) | {"keys": 2, "gates": 4, "vd": 2, "sums": 2}
+
+
 def test_barriers(kernel):
     _, _, code = kernel
-    both, warp = 256, 32
-    named = {
-        name: int(count) for name, count in re.findall(r"(keys_\w+|states_\w+|tiles_\w+|sums_\w+|out_\w+|tail)\[\d\]\.init\((\d+)\)", code)
-    }
-    assert named == {
-        "keys_full": warp, "keys_empty": both, "states_full": warp, "states_empty": both, "tiles_full": 2 * warp,
-        "tiles_empty": both + 2 * warp, "sums_full": both, "sums_empty": warp, "out_full": both, "out_empty": warp, "tail": warp,
-    }  # fmt: skip
-    assert len(re.findall(r"\.init\(256\)", code)) == 6, "four of rings and the two of dv_ready"
+    inits = re.findall(r"(\w+)\[\d\]\.init\((\d+)\)", code)
+    for name, consumers in RINGS.items():
+        full, empty = (sorted(int(count) for found, count in inits if found == f"{name}_{side}") for side in ("full", "empty"))
+        assert full == [PRODUCERS[name]] * DEPTHS[name], name
+        assert empty == [consumers] * DEPTHS[name], name
+    others = [(name, int(count)) for name, count in inits if name.rpartition("_")[0] not in RINGS]
+    assert sorted(count for _, count in others) == [32, 256, 256, 256, 256], "tail, q_read, k_read, out_ready"
     assert code.count("__syncthreads()") == 1, "only after barrier initialisation: between roles it would deadlock"
+    assert "__sync_thread_partial" not in code
 
 
-def test_the_two_warpgroups_meet_as_often(kernel):
+def signals(part, kind):
+    """How often a role's code arrives at (or waits for) each barrier of a ring."""
+    found = re.findall(rf"(\w+)\[[^;]*?\]\.{kind}\(", part)
+    return {name: found.count(name) for name in found if name.rpartition("_")[0] in RINGS}
+
+
+def test_roles_signal_what_the_table_says(kernel):
     _, _, code = kernel
     part = by_role(code, Role)
-    for role, own in ((Role.LEFT, 2), (Role.RIGHT, 3)):
-        assert part[role].count("__sync_thread_partial(1, 256)") == 5, "four times a head, once a unit"
-        assert part[role].count(f"__sync_thread_partial({own}, 128)") == 2
-    assert "__sync_thread_partial" not in part[Role.IO]
+    assert signals(part[Role.QUERIES], "arrive") == dict.fromkeys(
+        ("gates_empty", "vd_empty", "dw_empty", "do_empty", "s_empty", "pairs_full", "sums_full"), 1
+    )
+    assert signals(part[Role.KEYS], "arrive") == dict.fromkeys(
+        ("gates_empty", "vd_empty", "dw_empty", "ds_empty", "s_empty", "pairs_empty", "sums_full"), 1
+    )
+    assert signals(part[Role.VALUES], "arrive") == dict.fromkeys(("gates_empty", "dw_empty", "ds_empty", "s_empty", "sums_full"), 1)
+    io = signals(part[Role.IO], "arrive")
+    filled = {f"{name}_full" for name in ("keys", "gates", "vd", "dw", "do", "ds", "s")}
+    assert set(io) == filled | {"keys_empty", "gates_empty", "sums_empty"}
+    assert io.pop("keys_full") == 2, "once a unit, and once to say that there is none"
+    assert set(io.values()) == {1}
 
 
 def test_products_of_a_head(kernel):
-    """64x64x16 products by role; more of them is time that no schedule gives back."""
+    """Groups of four 64x64x16 products by role; more of them is time that no schedule gives back."""
     _, _, code = kernel
     part = by_role(code, Role)
-    loops = {role: len(re.findall(r"wgmma_(?:ss|rs)<", part[role])) for role in Role}
-    assert loops == {Role.LEFT: 15, Role.RIGHT: 14, Role.IO: 0}
+    text = {role: re.findall(r"for \(int ki\w* = 0; ki\w* < (\d+); \+\+ki\w*\) \{\s*tl::wgmma_(?:ss|rs)<", part[role]) for role in Role}
+    assert {role: sum(map(int, steps)) for role, steps in text.items()} == {Role.QUERIES: 56, Role.KEYS: 56, Role.VALUES: 0, Role.IO: 0}
 
 
 def test_accumulator_fence_covers_what_a_thread_owns(kernel):
@@ -66,7 +86,7 @@ def test_table_in_docstring():
     cfg = bwd.CONFIGS[0]
     documented = {name: int(size) for name, size in re.findall(r"^    (\w+) +\[[\d, ]+\] +(\d+)(?: |$)", bwd.__doc__, re.M)}
     assert documented == cfg.smem_table()
-    roles_documented = re.findall(r"^    (LEFT|RIGHT|IO) +[\d-]+ +(\d+) ", bwd.__doc__, re.M)
+    roles_documented = re.findall(r"^    (QUERIES|KEYS|VALUES|IO) +[\d-]+ +(\d+) ", bwd.__doc__, re.M)
     assert {(name, int(registers)) for name, registers in roles_documented} == {(role.name, bwd.REGS[role]) for role in Role}
 
 

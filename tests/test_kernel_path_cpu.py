@@ -171,31 +171,34 @@ class StandIns:
     def num_slots(tokens, num_seqs, seq_len):
         return num_seqs * -(-seq_len // 64) if seq_len > 0 else tokens // 64 + num_seqs + 1
 
-    def check_scan(self, name, x, k, states, head0, state, num_seqs, seq_len):
+    def check_scan(self, name, x, k, states, values, head0, state, num_seqs, seq_len):
         self.launches.append((name, head0, states.shape[1]))
         self.check("x", x, (len(k), x.shape[1], 128), k.dtype)
         slots = self.num_slots(len(k), num_seqs, seq_len)
         self.check("states", states, (slots, states.shape[1], 128, 128), k.dtype)
+        self.got[name + " values"] = values
+        first = head0 if values.shape[1] == x.shape[1] else 0
+        values[:, first : first + states.shape[1]] = math.nan
         if state is not None:
             self.check("state", state, (num_seqs, x.shape[1], 128, 128), torch.float32)
         states.fill_(math.nan)
 
     def scan_states(
-        self, k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items,
+        self, k, v, g_cum, beta, A, states, values, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items,
         segment_states,
     ):  # fmt: skip
         assert not self.beside.inside and not self.beside.joined
         self.got.setdefault("scan_states", []).append({"items": items, "states": segment_states})
-        self.check_scan("scan_states", v, k, states, head0, initial_state, num_seqs, seq_len)
+        self.check_scan("scan_states", v, k, states, values, head0, initial_state, num_seqs, seq_len)
         self.initial_state, self.state_v_first = initial_state, state_v_first
 
     def scan_state_gradients(
-        self, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first,
-        num_sms, items, segment_states,
+        self, q, k, do, g_cum, beta, A, states, values, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len,
+        state_v_first, num_sms, items, segment_states,
     ):  # fmt: skip
         assert self.beside.inside
         self.got.setdefault("scan_state_gradients", []).append({"items": items, "states": segment_states})
-        self.check_scan("scan_state_gradients", do, k, states, head0, final_grad, num_seqs, seq_len)
+        self.check_scan("scan_state_gradients", do, k, states, values, head0, final_grad, num_seqs, seq_len)
         self.final_grad, self.initial_grad = final_grad, initial_grad
 
     def cp_plan(
@@ -247,9 +250,13 @@ class StandIns:
         }  # fmt: skip
 
     def bwd_fused(
-        self, q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
-    ):
+        self, q, k, v, g_cum, beta, vd, do, dw, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len,
+        num_sms,
+    ):  # fmt: skip
         self.launches.append(("bwd_fused", head0, states.shape[1]))
+        self.check("vd", vd, (len(k), states.shape[1], 128), k.dtype)
+        self.check("dw", dw, v.shape, k.dtype)
+        assert self.got["scan_states values"] is vd and self.got["scan_state_gradients values"] is dw
         assert self.beside.joined and not self.beside.inside
         ratio, heads = v.shape[1] // k.shape[1], slice(head0, head0 + states.shape[1])
         keys = slice(head0 // ratio, heads.stop // ratio)
@@ -686,7 +693,7 @@ class TestGradients:
     def test_slices_of_heads_fit_into_the_workspace(self, rng, kernels, monkeypatch):
         inputs = make_inputs(rng, 200, key_heads=3, value_heads=6, dtype=torch.bfloat16)
         state = make_state(rng, inputs).float()
-        bytes_a_head = 2 * 4 * 128 * 128 * 2
+        bytes_a_head = (2 * 4 * 128 * 128 + 200 * 128) * 2
         grads = []
         for limit, slices in ((2**31, [(0, 6)]), (4 * bytes_a_head, [(0, 2), (2, 4)]), (1, [(0, 2), (2, 2), (4, 2)])):
             monkeypatch.setenv("QLA_WORKSPACE_BYTES", str(limit))
@@ -717,7 +724,7 @@ def test_slices_are_whole_groups():
 def test_workspace_limit(text, monkeypatch):
     monkeypatch.setenv("QLA_WORKSPACE_BYTES", text)
     if text in ("", "123"):
-        assert workspace_limit() == (int(text) if text else 2**31 + 2**27)
+        assert workspace_limit() == (int(text) if text else 2**31 + 5 * 2**27)
     else:
         with pytest.raises(ValueError, match="QLA_WORKSPACE_BYTES must be a number of bytes, got"):
             workspace_limit()
