@@ -16,6 +16,7 @@ from qla.autograd import (
     Recurrence,
     RecurrentInputs,
     aligned,
+    all_aligned,
     choose_plan,
     gated_delta_rule,
     launch_backward,
@@ -100,19 +101,24 @@ def chunk_gated_delta_rule(
     """
     if cp_context is not None:
         raise NotImplementedError("cp_context: qla does not support context parallelism over several GPUs; pass cp_context=None.")
-    state_v_first = _state_layout(state_v_first, kwargs)
-    _check_known_options(kwargs)
-    _check_auto_cp(auto_cp)
+    A_log = dt_bias = None
+    if kwargs:
+        state_v_first = _state_layout(state_v_first, kwargs)
+        _check_known_options(kwargs)
+    if auto_cp is not True:
+        _check_auto_cp(auto_cp)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
     problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
     scale = check_scale(scale, problem.key_dim)
 
-    A_log, dt_bias = _gate_parameters(kwargs, g)
+    if kwargs:
+        A_log, dt_bias = _gate_parameters(kwargs, g)
 
     reason = unsupported_reason(q, k, v)
-    by_kernel = reason is None and not torch.compiler.is_compiling()
-    offsets = _offsets_on_device(cu_seqlens, q) if by_kernel else cu_seqlens
+    compiling = torch.compiler.is_compiling()
+    by_kernel = reason is None and not compiling
+    offsets = cu_seqlens if cu_seqlens is None or not by_kernel else _offsets_on_device(cu_seqlens, q)
     if use_qk_l2norm_in_kernel:
         q, k = activations.l2norm_by_kernel(_pad(q, 1), _pad(k, 1), offsets) if by_kernel else activations.l2norm(q, k, offsets)
     if use_beta_sigmoid_in_kernel or A_log is not None:
@@ -127,14 +133,16 @@ def chunk_gated_delta_rule(
 
     tensors = _normalise(q, k, v, g, beta, scale, initial_state, offsets)
     sizes = (problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state)
-    if torch.compiler.is_compiling():
+    if compiling:
         o, final_state = ops.gated_delta_rule(
             *tensors, Call(*sizes, WHOLE), auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
         )
     else:
         plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
         o, final_state = gated_delta_rule(*tensors, Call(*sizes, plan))
-    return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
+    if problem.key_dim == KERNEL_DIM == problem.value_dim:  # nothing to trim
+        return o.view_as(v), final_state
+    return _rows_for_user(_trim(o, problem.value_dim), problem), _state_for_user(final_state, problem, state_v_first)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -286,7 +294,7 @@ def chunk_gated_delta_rule_fwd(
         tensors = _normalise(q, k, v, g, beta, scale, initial_state, cu_seqlens)
         plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
         result = launch_forward(*tensors, Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state, plan))
-        g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
+        g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, _trim(result.o, problem.value_dim)))
         return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
 
 
@@ -403,16 +411,29 @@ def _normalise(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> _Tensors:
     """Brings checked inputs into the kernels' form (``qla.autograd``), for abs(scale); differentiable."""
-    q = -q if scale < 0 else q
-    q, k, v = (aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
-    g, beta = (aligned(x.float().flatten(0, 1)) for x in (g, beta))
+    if scale < 0:
+        q = -q
+    if q.shape[3] != KERNEL_DIM:
+        q, k = _pad(q, 1), _pad(k, 1)
+    if v.shape[3] != KERNEL_DIM:
+        v = _pad(v, 1)
+    q, v, g = q.flatten(0, 1), v.flatten(0, 1), _fp32(g).flatten(0, 1)
+    k, beta = k.reshape_as(q), _fp32(beta).reshape_as(g)
+    if torch.compiler.is_compiling() or not all_aligned(q, k, v, g, beta):
+        q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
     if initial_state is not None:
-        initial_state = aligned(_pad(initial_state.float(), 2))
-    return q, k, v, g, beta, initial_state, _offsets_on_device(cu_seqlens, q)
+        initial_state = aligned(_pad(_fp32(initial_state), 2))
+    return q, k, v, g, beta, initial_state, None if cu_seqlens is None else _offsets_on_device(cu_seqlens, q)
 
 
-def _offsets_on_device(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
+def _fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def _offsets_on_device(cu_seqlens: Tensor, q: Tensor) -> Tensor:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != q.device:
+        cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True)
+    return cu_seqlens.contiguous()
 
 
 def _segmentation(
@@ -433,8 +454,15 @@ def _segmentation(
 
 def _pad(x: Tensor, dims: int) -> Tensor:
     """Zeros up to the kernels' head size in the last ``dims`` dimensions. Exact: they add zeros to sums, and stay zero in the state."""
+    if x.shape[-1] == KERNEL_DIM == x.shape[-dims]:
+        return x  # F.pad copies even when there is nothing to add
     missing = [KERNEL_DIM - size for size in reversed(x.shape[-dims:])]
-    return F.pad(x, [n for m in missing for n in (0, m)]) if any(missing) else x  # F.pad copies even when there is nothing to add
+    return F.pad(x, [n for m in missing for n in (0, m)])
+
+
+def _trim(x: Tensor, size: int) -> Tensor:
+    """The first ``size`` elements of the last dimension."""
+    return x if x.shape[-1] == size else x[..., :size]
 
 
 def _rows_for_user(x: Tensor, problem: Problem) -> Tensor:

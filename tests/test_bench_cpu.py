@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import directions, facts, kernels, records, run, timing
+from bench import directions, facts, host, kernels, records, run, timing
 from bench.cases import errors, expected_slices, make_case, make_gates
 from bench.gradients import NAMES, expected_gradients, gradient_errors
 from bench.providers import PROVIDERS, Call, Provider, own_call
 from bench.shapes import BACKWARD_SETS, SETS, Shape, parse_lengths, parse_shape
 from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
+from qla.checks import unsupported_reason
 
 FACTS = {"gpu": "a GPU", "torch": "2", "tilelang": "0.1.15", "commit": "abc", "date": "2026-01-01T00:00:00Z"}
 REQUIRED = ["direction", "hk", "hv", "lengths", "gates", "provider", "ms", "ms_min", "ms_max"]
@@ -614,3 +615,16 @@ def test_show_prints_what_was_recorded(tmp_path, capsys):
     forward, backward = capsys.readouterr().out.split("bwd, milliseconds")
     assert forward.startswith("fwd, milliseconds") and "0.2500" in forward and "9.0000" not in forward
     assert "9.0000" in backward and "0.2500" not in backward
+
+
+def test_host_time_without_a_gpu(monkeypatch, capsys, tmp_path):
+    """--dry: the whole way of a call but the launches; nothing is recorded, and nothing stays replaced."""
+    pytest.importorskip("tilelang")
+    from qla.kernels import fwd_fused
+
+    build = fwd_fused.build
+    monkeypatch.setattr(host, "DRY_BATCHES", 1)
+    assert host.main(["--dry", "--results", str(tmp_path / "none")]) == 0 and not (tmp_path / "none").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(host.DRY_SHAPES) and all(line.endswith(" us") for line in lines)
+    assert fwd_fused.build is build and unsupported_reason(*[make_case(SMALL, "fast", "cpu").q] * 3) is not None

@@ -259,6 +259,33 @@ def test_once_per_config():
     assert build("broken") == "kernel broken"
 
 
+def test_launcher_is_the_compiled_function():
+    """Found once for each form, without TileLang's own loop over the arguments; another ``build`` is asked for itself."""
+    ws = pytest.importorskip("qla.kernels.ws", exc_type=ImportError)
+    asked = []
+
+    def build(cfg):
+        asked.append(cfg)
+        executable = {"main": lambda *arguments: (cfg, arguments)}
+        return SimpleNamespace(adapter=SimpleNamespace(get_exportable_executable=lambda: executable))
+
+    def config_for(dtype, size):
+        return f"{dtype} {size}"
+
+    assert [ws.launcher(build, config_for, "half", size)(1, 2) for size in (3, 4, 3)] == [(f"half {n}", (1, 2)) for n in (3, 4, 3)]
+    assert asked == ["half 3", "half 4"]
+    assert ws.launcher(lambda cfg: cfg.upper, config_for, "half", 3)() == "HALF 3", "what is no kernel of TileLang's is launched itself"
+    assert ws.launcher.cache_info().maxsize is not None
+
+
+def test_tensors_that_nobody_reads_take_no_memory():
+    ws = pytest.importorskip("qla.kernels.ws", exc_type=ImportError)
+    for dtype in (torch.int32, torch.float32, torch.bfloat16):
+        x = ws.unread(torch.device("cpu"), dtype)
+        assert x is ws.unread(torch.device("cpu"), dtype)
+        assert (x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) == (dtype, (0,), (1,), 0)
+
+
 def test_every_kernel_is_built_once():
     for kernel in startup.KERNELS:
         assert "\n@once_per_config\ndef build(" in (ROOT / "qla" / "kernels" / f"{kernel}.py").read_text(), kernel

@@ -86,7 +86,9 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    launcher,
     once_per_config,
+    unread,
 )
 
 BOTH = 2 * WARPGROUP
@@ -620,7 +622,7 @@ def bwd_fused(
     """
     ratio = v.shape[1] // k.shape[1]
     slots, heads = states.shape[:2]
-    build(config_for(q.dtype))(
+    launcher(build, config_for, q.dtype)(
         q,
         k,
         v,
@@ -635,7 +637,7 @@ def bwd_fused(
         dv,
         dg,
         dbeta,
-        torch.empty(1, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens,
+        unread(q.device) if cu_seqlens is None else cu_seqlens,
         head0,
         ratio,
         num_seqs,

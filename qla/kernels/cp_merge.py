@@ -34,7 +34,6 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 import tilelang.language as T
-import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla.kernels.ws import (
@@ -48,8 +47,10 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
+    launcher,
     once_per_config,
     uniform,
+    unread,
 )
 
 
@@ -245,11 +246,11 @@ def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, s
         segment_chunks: L, as given to `cp_plan`.
         reverse: whether these are gradients.
     """
-    build(config_for(reverse))(
+    launcher(build, config_for, reverse)(
         segment_states.view(-1),
         transitions,
         items,
-        torch.empty(1, dtype=torch.int32, device=items.device) if cu_seqlens is None else cu_seqlens,
+        unread(items.device) if cu_seqlens is None else cu_seqlens,
         num_seqs,
         0 if cu_seqlens is not None else seq_len,
         tokens,

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, launcher, once_per_config, unread
 
 THREADS = 1024
 WARMUP, TRANSITION, SERIAL = range(3)  # ways; cp_plan.cuh names the same
@@ -138,9 +138,9 @@ def cp_plan(
     heads = bound.shape[1]
     forward, reverse = torch.empty(2, num_segments, heads, 4, dtype=torch.int32, device=bound.device)
     order = torch.empty(2 * num_segments * heads, dtype=torch.int32, device=bound.device)
-    build(PlanConfig())(
+    launcher(build, PlanConfig)(
         bound,
-        torch.empty(1, dtype=torch.int32, device=bound.device) if cu_seqlens is None else cu_seqlens,
+        unread(bound.device) if cu_seqlens is None else cu_seqlens,
         forward,
         reverse,
         order,

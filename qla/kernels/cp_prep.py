@@ -99,6 +99,7 @@ from qla.kernels.ws import (
     compile_kernel,
     device_source,
     fetch_gates,
+    launcher,
     load_state,
     once_per_config,
     score_role,
@@ -108,6 +109,7 @@ from qla.kernels.ws import (
     store_state,
     take_gates,
     uniform,
+    unread,
 )
 
 
@@ -589,8 +591,8 @@ def _launch(
     num_rows = num_seqs if items is None else len(items)
     # as in an uncut call, which is what serial heads are; preparing, all items are alike
     block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
-    nothing = torch.empty(4, dtype=torch.float32, device=k.device)
-    build(config_for(reverse, block_v, k.dtype))(
+    nothing, no_offsets = unread(k.device, torch.float32), unread(k.device)
+    launcher(build, config_for, reverse, block_v, k.dtype)(
         q,
         k,
         x,
@@ -600,10 +602,10 @@ def _launch(
         states,
         nothing if begin is None else begin.view(-1),
         nothing if end is None else end.view(-1),
-        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
-        nothing.view(torch.int32) if items is None else items.view(-1),
+        no_offsets if cu_seqlens is None else cu_seqlens,
+        no_offsets if items is None else items.view(-1),
         nothing if segment_states is None else segment_states.view(-1),
-        nothing.view(torch.bfloat16) if transitions is None else transitions.view(-1),
+        unread(k.device, torch.bfloat16) if transitions is None else transitions.view(-1),
         head0,
         num_rows,
         NO_ITEMS if items is None else PREP_STATE if prepare else OWN_ITEMS,

@@ -85,6 +85,7 @@ from qla.kernels.ws import (
     compile_kernel,
     device_source,
     fetch_gates,
+    launcher,
     load_state,
     once_per_config,
     score_role,
@@ -93,6 +94,7 @@ from qla.kernels.ws import (
     store_state,
     take_gates,
     uniform,
+    unread,
 )
 
 
@@ -510,8 +512,9 @@ def fwd_fused(
         block_v = HEAD_DIM
     elif block_v is None:
         block_v = choose_block_v(num_seqs * v.shape[1], num_sms)
-    nothing = torch.empty(4, dtype=torch.float32, device=q.device)
-    build(config_for(block_v, q.dtype))(
+    device, dtype = q.device, q.dtype
+    nothing, no_offsets = unread(device, torch.float32), unread(device)
+    launcher(build, config_for, block_v, dtype)(
         q,
         k,
         v,
@@ -521,9 +524,9 @@ def fwd_fused(
         o,
         nothing if initial_state is None else initial_state.view(-1),
         nothing if final_state is None else final_state.view(-1),
-        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
-        nothing.view(torch.int32) if items is None else items.view(-1),
-        nothing.view(torch.int32) if items is None else order,
+        no_offsets if cu_seqlens is None else cu_seqlens,
+        no_offsets if items is None else items.view(-1),
+        no_offsets if items is None else order,
         nothing if segment_states is None else segment_states.view(-1),
         num_seqs if items is None else len(items),
         NO_ITEMS if items is None else OWN_ITEMS,

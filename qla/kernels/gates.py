@@ -24,7 +24,7 @@ import tilelang.language as T
 import torch
 
 from qla.kernels import ws
-from qla.kernels.ws import compile_kernel, device_source, once_per_config
+from qla.kernels.ws import compile_kernel, device_source, launcher, once_per_config, unread
 
 THREADS = 256
 TOKENS_AT_ONCE = 4  # of a thread
@@ -147,10 +147,10 @@ def _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options):
         options |= ACTIVATE_GATE
     if dt_bias is not None:
         options |= HAS_BIAS
-    unused = torch.empty(1, dtype=torch.float32, device=raw_g.device)
+    unused = unread(raw_g.device, torch.float32)
     A_log, dt_bias = (unused if x is None else x for x in (A_log, dt_bias))
     tensors = (raw_g, raw_beta, A_log, dt_bias)
-    cu = unused.view(torch.int32) if cu_seqlens is None else cu_seqlens
+    cu = unread(raw_g.device) if cu_seqlens is None else cu_seqlens
     num_seqs = -1 if cu_seqlens is None else len(cu_seqlens) - 1
     return [_bytes(x) for x in tensors], cu, (options, *(TYPES[x.dtype] for x in tensors), num_seqs)
 
@@ -167,7 +167,7 @@ def gates(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms) -> tupl
     """
     g, beta = (torch.empty(raw_g.shape, dtype=torch.float32, device=raw_g.device) for _ in range(2))
     tensors, cu, form = _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    build(GatesConfig())(*tensors, cu, g, beta, *form, _blocks(*raw_g.shape, num_sms))
+    launcher(build, GatesConfig)(*tensors, cu, g, beta, *form, _blocks(*raw_g.shape, num_sms))
     return g, beta
 
 
@@ -186,7 +186,7 @@ def gates_backward(
     tensors, cu, form = _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
     blocks = _blocks(*raw_g.shape, num_sms)
     sums = torch.empty(blocks, 2, raw_g.shape[1], dtype=torch.float32, device=raw_g.device)
-    build(GatesConfig(backward=True))(dg, dbeta, *tensors, cu, _bytes(draw_g), _bytes(draw_beta), sums, *form)
+    launcher(build, GatesConfig, True)(dg, dbeta, *tensors, cu, _bytes(draw_g), _bytes(draw_beta), sums, *form)
     if A_log is None:
         return draw_g, draw_beta, None, None
     dA_log, dbias = sums.sum(0)

@@ -51,7 +51,7 @@ import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source, num_slots, once_per_config
+from qla.kernels.ws import CHUNK, HEAD_DIM, WARP, compile_kernel, device_source, launcher, num_slots, once_per_config, unread
 
 HEADS = 4  # value heads of a unit: one warp each
 LAST_WARP = (HEADS - 1) * WARP
@@ -310,7 +310,7 @@ def kkt_solve(
     seq_len: int,
     num_sms: int,
     with_bound: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cumulative gates, gated inverses and transition bounds of all chunks; one launch on the current stream, no host synchronisation.
 
     Args:
@@ -327,23 +327,36 @@ def kkt_solve(
     Returns:
         g_cum [N, HV] fp32: sums of g log2(e) within each chunk of 64 tokens; a token's gate counts as 2^-256 at least.
         A [N, HV, 64] in k's dtype: row i of a token's chunk of Gamma * (I + StrictLower(diag(beta) K K^T))^-1, zero past the chunk's end.
-        bound [num_slots(..), HV] fp32: log2 of what each chunk leaves of a state at most; undefined in slots without a chunk;
-            without with_bound [1, HV], all undefined.
+        bound [num_slots(..), HV] fp32: log2 of what each chunk leaves of a state at most; undefined in slots without a chunk.
+            None without with_bound.
     """
     tokens, key_heads, _ = k.shape
     value_heads = g.shape[1]
-    g_cum = torch.empty((tokens, value_heads), dtype=torch.float32, device=k.device)
-    A = torch.empty((tokens, value_heads, CHUNK), dtype=k.dtype, device=k.device)
-    bound = torch.empty((num_slots(tokens, num_seqs, seq_len) if with_bound else 1, value_heads), dtype=torch.float32, device=k.device)
+    dtype, device = k.dtype, k.device
+    g_cum = torch.empty_like(g)
+    A = k.new_empty(tokens, value_heads, CHUNK)
+    bound = None
+    if with_bound:
+        bound = torch.empty(num_slots(tokens, num_seqs, seq_len), value_heads, dtype=torch.float32, device=device)
     if tokens == 0:
         return g_cum, A, bound
     if k.data_ptr() % 16:
         k = k.clone()  # TMA reads from multiples of 16 bytes
-    if cu_seqlens is None:
-        cu_seqlens = torch.empty(1, dtype=torch.int32, device=k.device)  # not read
     ratio = value_heads // key_heads
-    cfg = config_for(k.dtype, ratio)
-    wide_gates = value_heads % HEADS == 0 and g.data_ptr() % 16 == 0 and beta.data_ptr() % 16 == 0
-    num_blocks = min(num_units(tokens, value_heads, num_seqs, seq_len), num_sms * cfg.blocks_per_sm)
-    build(cfg)(k, g, beta, cu_seqlens, A, g_cum, bound, o, ratio, num_seqs, seq_len, int(wide_gates), int(with_bound), num_blocks)
+    launcher(build, config_for, dtype, ratio)(
+        k,
+        g,
+        beta,
+        unread(device) if cu_seqlens is None else cu_seqlens,
+        A,
+        g_cum,
+        g_cum if bound is None else bound,
+        o,
+        ratio,
+        num_seqs,
+        seq_len,
+        int(value_heads % HEADS == 0 and g.data_ptr() % 16 == 0 and beta.data_ptr() % 16 == 0),
+        int(with_bound),
+        min(num_units(tokens, value_heads, num_seqs, seq_len), num_sms * config_for(dtype, ratio).blocks_per_sm),
+    )
     return g_cum, A, bound

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import HEAD_DIM, PASS_CONFIGS, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import HEAD_DIM, PASS_CONFIGS, compile_kernel, device_source, launcher, once_per_config, unread
 
 THREADS = 256
 ROWS_AT_ONCE = 64  # of a block: THREADS / 16 lanes, four rows each
@@ -153,10 +153,10 @@ def l2norm(q, k, cu_seqlens, eps, num_sms) -> tuple[torch.Tensor, torch.Tensor, 
     """
     yq, yk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     rq, rk = (torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
-    build(config_for(q.dtype, False))(
+    launcher(build, config_for, q.dtype, False)(
         _flat(q),
         _flat(k),
-        torch.empty(1, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens,
+        unread(q.device) if cu_seqlens is None else cu_seqlens,
         yq,
         yk,
         rq,
@@ -178,7 +178,7 @@ def l2norm_backward(dyq, dyk, yq, yk, rq, rk, num_sms) -> tuple[torch.Tensor, to
         num_sms: multiprocessors of the device.
     """
     dq, dk = torch.empty_like(yq), torch.empty_like(yk)
-    build(config_for(yq.dtype, True))(
+    launcher(build, config_for, yq.dtype, True)(
         dyq, dyk, yq, yk, rq, rk, dq, dk, _blocks(rq.numel(), num_sms)
     )  # fmt: skip
     return dq, dk

@@ -24,6 +24,7 @@ Schedule of a block
     state -> HT | zeros into rows that no sequence owns: row i past the last one by sequence i % S
 """
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from qla.kernels.ws import HEAD_DIM, REGS_PER_SM, WARP, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import HEAD_DIM, REGS_PER_SM, WARP, compile_kernel, device_source, launcher, once_per_config, unread
 
 QUAD = 4
 COLUMNS = 16  # of V a warp owns
@@ -398,6 +399,11 @@ def build(cfg: RecurrentConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
+@functools.cache
+def config_for(dtype: torch.dtype, state_v_first: bool, warps: int) -> RecurrentConfig:
+    return RecurrentConfig(str(dtype).removeprefix("torch."), state_v_first, warps)
+
+
 def recurrent(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -455,12 +461,12 @@ def recurrent(
     ) if wanted)  # fmt: skip
     absent = None
     if initial_state is None and final_state is None:
-        absent = torch.empty(1, dtype=torch.float32, device=q.device)
+        absent = unread(q.device, torch.float32)
     states = [x if x is not None else other if other is not None else absent for x, other in (
         (initial_state, final_state), (final_state, initial_state),
     )]  # fmt: skip
-    cfg = RecurrentConfig(str(q.dtype).removeprefix("torch."), state_v_first, warps)
-    build(cfg)(
+    form = (q.dtype, bool(state_v_first), warps)
+    launcher(build, config_for, *form)(
         q_flat,
         k_flat,
         v_flat,
@@ -479,7 +485,7 @@ def recurrent(
         num_seqs,
         seq_len,
         batch * length,
-        -(-value_dim // cfg.columns),
+        -(-value_dim // config_for(*form).columns),
         scale,
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tilelang
 import tilelang.language as T
+import torch
 from tilelang.cuda.intrinsics.macro.wgmma_macro_generator import TensorCoreIntrinEmitter
 from tilelang.env import env
 from tvm import DataType
@@ -246,6 +247,27 @@ def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.Pass
         if env.is_cache_enabled():
             carried.seed(Path(env.TILELANG_CACHE_DIR), tilelang.__version__)
         return tilelang.compile(trace(), target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(pass_configs))
+
+
+@functools.lru_cache(maxsize=256)
+def launcher(build: Callable[[Any], Any], config_for: Callable[..., Any], *form: Any) -> Callable[..., None]:
+    """What launches the kernel ``build(config_for(*form))``, found again at the price of one look: TileLang's compiled function itself.
+
+    TileLang's own way to it goes through all arguments once more for each call, to allocate results, of which these kernels have none. The
+    function checks their number, dtypes and shapes, and launches on PyTorch's current stream of their device.
+    """
+    kernel = build(config_for(*form))
+    adapter = getattr(kernel, "adapter", None)
+    return kernel if adapter is None else adapter.get_exportable_executable()["main"]
+
+
+@functools.lru_cache(maxsize=64)
+def unread(device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor without elements, to stand where a kernel reads and writes nothing, the same one each time.
+
+    It owns no memory, so that none is taken from a CUDA graph's pool that outlives the graph.
+    """
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @functools.cache
