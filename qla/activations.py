@@ -92,7 +92,7 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        from qla.kernels.l2norm import l2norm as launch
+        from qla.kernels.launch import l2norm as launch
 
         with on_device(q.device):
             yq, yk, rq, rk = launch(_rows(q), _rows(k), cu_seqlens, L2NORM_EPS, device_spec(q.device).sm_count)
@@ -102,7 +102,7 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        from qla.kernels.l2norm import l2norm_backward as launch
+        from qla.kernels.launch import l2norm_backward as launch
 
         yq, yk, rq, rk = ctx.saved_tensors
         with torch.no_grad(), on_device(yq.device):
@@ -124,7 +124,7 @@ class _Gates(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         options: GateOptions,
     ) -> tuple[Tensor, Tensor]:
-        from qla.kernels.gates import gates as launch
+        from qla.kernels.launch import gates as launch
 
         ctx.save_for_backward(g, beta, A_log, dt_bias, cu_seqlens)
         ctx.options = options
@@ -135,7 +135,7 @@ class _Gates(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        from qla.kernels.gates import gates_backward as launch
+        from qla.kernels.launch import gates_backward as launch
 
         *inputs, cu_seqlens = ctx.saved_tensors
         g = inputs[0]
@@ -147,7 +147,7 @@ class _Gates(torch.autograd.Function):
 
 
 def _flags(options: GateOptions) -> int:
-    from qla.kernels.gates import ACTIVATE_BETA, TWICE
+    from qla.kernels.launch import ACTIVATE_BETA, TWICE
 
     return (ACTIVATE_BETA if options.sigmoid else 0) | (TWICE if options.twice else 0)
 

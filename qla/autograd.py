@@ -103,8 +103,7 @@ def launch_forward(
     if tokens == 0 or num_seqs == 0:
         return _result_without_tokens(v, g, initial_state, call)
 
-    from qla.kernels.fwd_fused import fwd_fused
-    from qla.kernels.kkt_solve import kkt_solve
+    from qla.kernels.launch import fwd_fused, kkt_solve
 
     device = v.device
     num_sms = device_spec(device).sm_count
@@ -127,7 +126,7 @@ def launch_forward(
 
 def work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """What each segment and head starts from, forward and reverse, decided on the device, and the order of the forward pass's blocks."""
-    from qla.kernels.cp_plan import cp_plan
+    from qla.kernels.launch import cp_plan
 
     plan = call.plan
     num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
@@ -155,8 +154,7 @@ def _segment_states(
 
     Written where items need them; None where the plan lets no item need any.
     """
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_states
+    from qla.kernels.launch import cp_merge, prepare_states
 
     states, transitions = _empty_segments(v, items, call.plan)
     place = (cu_seqlens, call.num_seqs, call.seq_len)
@@ -337,10 +335,15 @@ def launch_backward(
         dh0 = None if initial_state is None else torch.zeros_like(initial_state) if dht is None else dht.clone()
         return *(torch.zeros_like(x) for x in (q, k, v, g_cum, beta)), dh0 if initial_state_grad else None  # type: ignore[return-value]
 
-    from qla.kernels.bwd_fused import bwd_fused
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_state_gradients, prepare_states, scan_state_gradients, scan_states
-    from qla.kernels.ws import num_slots
+    from qla.kernels.launch import (
+        bwd_fused,
+        cp_merge,
+        num_slots,
+        prepare_state_gradients,
+        prepare_states,
+        scan_state_gradients,
+        scan_states,
+    )
 
     num_sms = device_spec(q.device).sm_count
     place = (cu_seqlens, call.num_seqs, call.seq_len)
@@ -468,7 +471,7 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
                 final_state = final_state if initial_state is None else final_state.copy_(initial_state)
             return v.new_zeros(v.shape), final_state
 
-        from qla.kernels.recurrent import recurrent
+        from qla.kernels.launch import recurrent
 
         g, beta, gk, gv, A_log, dt_bias = (readable(x) for x in (g, beta, gk, gv, A_log, dt_bias))
         if key_dim % 4 or value_dim % 4:  # zeros add nothing to sums and stay zero in the state

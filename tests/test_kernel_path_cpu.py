@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -24,6 +22,7 @@ from qla.autocp import WHOLE, Plan
 from qla.autograd import LOG2E, _Beside, head_slices, workspace_limit
 from qla.checks import check_inputs
 from qla.device import DeviceSpec
+from qla.kernels import launch
 from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
 SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
@@ -266,27 +265,17 @@ class StandIns:
             self.initial_grad[:, heads] = dh0
 
 
-KERNELS = {
-    "l2norm": ["l2norm", "l2norm_backward"],
-    "gates": ["gates", "gates_backward", "ACTIVATE_BETA", "TWICE"],
-    "kkt_solve": ["kkt_solve"],
-    "fwd_fused": ["fwd_fused"],
-    "cp_plan": ["cp_plan"],
-    "cp_prep": ["prepare_states", "prepare_state_gradients", "scan_states", "scan_state_gradients"],
-    "cp_merge": ["cp_merge"],
-    "ws": ["num_slots"],
-    "bwd_fused": ["bwd_fused"],
-}
+KERNELS = (
+    "l2norm", "l2norm_backward", "gates", "gates_backward", "kkt_solve", "fwd_fused", "cp_plan", "prepare_states",
+    "prepare_state_gradients", "scan_states", "scan_state_gradients", "cp_merge", "bwd_fused",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     stand_ins = StandIns()
-    for name, functions in KERNELS.items():
-        module = types.ModuleType(f"qla.kernels.{name}")
-        for function in functions:
-            setattr(module, function, getattr(stand_ins, function))
-        monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, getattr(stand_ins, name))
     monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
     for module in ("autograd", "activations"):
         monkeypatch.setattr(f"qla.{module}.device_spec", lambda device: SPEC)
@@ -353,7 +342,7 @@ def test_fitting_inputs_are_not_copied(rng, kernels, monkeypatch):
         seen.update(q=q, k=k, v=v, beta=beta)
         original(q, k, v, g_cum, beta, *rest, **options)
 
-    monkeypatch.setattr(sys.modules["qla.kernels.fwd_fused"], "fwd_fused", spy)
+    monkeypatch.setattr(launch, "fwd_fused", spy)
     qla.chunk_gated_delta_rule(*inputs)
     for name, x in seen.items():
         assert x.data_ptr() == getattr(inputs, name).data_ptr(), name

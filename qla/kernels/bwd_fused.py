@@ -65,7 +65,6 @@ Schedule of one head (= both wait for each other, | separates what runs while wg
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -86,9 +85,7 @@ from qla.kernels.ws import (
     Ring,
     compile_kernel,
     device_source,
-    launcher,
     once_per_config,
-    unread,
 )
 
 BOTH = 2 * WARPGROUP
@@ -601,47 +598,3 @@ def build(cfg: BwdConfig):
 @functools.cache
 def config_for(dtype: torch.dtype) -> BwdConfig:
     return BwdConfig(str(dtype).removeprefix("torch."))
-
-
-def bwd_fused(
-    q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
-) -> None:
-    """Gradients of the value heads that `states` holds and of their key heads; one launch on the current stream.
-
-    Args:
-        q, k, dq, dk: [N, H, 128] bf16 or fp16, contiguous, 16-byte aligned. N tokens of all sequences, packed.
-        v, do, dv: [N, HV, 128], dtype of q.
-        g_cum, beta, dg, dbeta: [N, HV] fp32; log2 gates summed within the chunk (`kkt_solve`); dg is the gradient of natural-log gates.
-        A: [N, HV, 64], dtype of q, gated inverse (`kkt_solve`).
-        states, state_grads: [slots, heads, 128, 128], dtype of q, as `cp_prep` leaves them for value heads head0 .. head0 + heads - 1,
-            whole groups.
-        dq, dk, dv, dg, dbeta: written for these heads, in all rows: zero where no sequence owns one.
-        scale: run-time float, finite and >= 0.
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        num_sms: multiprocessors of the device.
-    """
-    ratio = v.shape[1] // k.shape[1]
-    slots, heads = states.shape[:2]
-    launcher(build, config_for, q.dtype)(
-        q,
-        k,
-        v,
-        A,
-        g_cum,
-        beta,
-        do,
-        states,
-        state_grads,
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        unread(q.device) if cu_seqlens is None else cu_seqlens,
-        head0,
-        ratio,
-        num_seqs,
-        0 if cu_seqlens is not None else seq_len,
-        math.log2(scale) if scale > 0 else -math.inf,
-        min(slots * (heads // ratio), num_sms),
-    )
