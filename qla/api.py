@@ -132,14 +132,12 @@ def chunk_gated_delta_rule(
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
     tensors = _normalise(q, k, v, g, beta, scale, initial_state, offsets)
-    sizes = (problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state)
+    plan = WHOLE if compiling else _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
+    call = Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state, plan)
     if compiling:
-        o, final_state = ops.gated_delta_rule(
-            *tensors, Call(*sizes, WHOLE), auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
-        )
+        o, final_state = ops.gated_delta_rule(*tensors, call, auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE)
     else:
-        plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
-        o, final_state = gated_delta_rule(*tensors, Call(*sizes, plan))
+        o, final_state = gated_delta_rule(*tensors, call)
     if problem.key_dim == KERNEL_DIM == problem.value_dim:  # nothing to trim
         return o.view_as(v), final_state
     return _rows_for_user(_trim(o, problem.value_dim), problem), _state_for_user(final_state, problem, state_v_first)
@@ -417,17 +415,15 @@ def _normalise(
         q, k = _pad(q, 1), _pad(k, 1)
     if v.shape[3] != KERNEL_DIM:
         v = _pad(v, 1)
-    q, v, g = q.flatten(0, 1), v.flatten(0, 1), _fp32(g).flatten(0, 1)
-    k, beta = k.reshape_as(q), _fp32(beta).reshape_as(g)
+    if not g.dtype == beta.dtype == torch.float32:
+        g, beta = g.float(), beta.float()
+    q, v, g = q.flatten(0, 1), v.flatten(0, 1), g.flatten(0, 1)
+    k, beta = k.reshape_as(q), beta.reshape_as(g)
     if torch.compiler.is_compiling() or not all_aligned(q, k, v, g, beta):
         q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
     if initial_state is not None:
-        initial_state = aligned(_pad(_fp32(initial_state), 2))
+        initial_state = aligned(_pad(initial_state.float(), 2))
     return q, k, v, g, beta, initial_state, None if cu_seqlens is None else _offsets_on_device(cu_seqlens, q)
-
-
-def _fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else x.float()
 
 
 def _offsets_on_device(cu_seqlens: Tensor, q: Tensor) -> Tensor:
@@ -440,16 +436,14 @@ def _segmentation(
     auto_cp: bool | Plan, problem: Problem, device: torch.device, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Plan:
     """How a call's sequences are cut; their lengths count where the host has them."""
-    if isinstance(auto_cp, Plan):
-        return auto_cp
-    if not auto_cp:
-        return WHOLE
+    if auto_cp is not True:
+        return auto_cp if isinstance(auto_cp, Plan) else WHOLE
     on_host = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens
     lengths = None
     if on_host is not None and on_host.device.type == "cpu":
         lengths = tuple(on_host.diff().tolist())
-    heads = (problem.key_heads, problem.value_heads)
-    return choose_plan(*heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths, device)
+    tokens = problem.batch * problem.tokens
+    return choose_plan(problem.key_heads, problem.value_heads, problem.num_seqs, tokens, problem.seq_len, lengths, device)
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:

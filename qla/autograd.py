@@ -20,7 +20,7 @@ from torch import Tensor
 from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
 from qla.checks import RECURRENT_DTYPES
-from qla.device import device_spec, on_device
+from qla.device import DeviceSpec, device_spec, on_device
 from qla.reference import CHUNK
 
 LOG2E = 1.4426950408889634
@@ -82,12 +82,25 @@ def choose_plan(
     key_heads: int, value_heads: int, num_seqs: int, tokens: int, seq_len: int, lengths: tuple[int, ...] | None, device: torch.device
 ) -> Plan:
     """AutoCP's plan; tokens: of all sequences; lengths: of packed sequences where the host has them."""
+    return _plan_by(autocp.plan, device_spec, key_heads, value_heads, num_seqs, tokens, seq_len, lengths, device)
+
+
+@lru_cache(maxsize=4096)
+def _plan_by(
+    plan: Callable[[autocp.Problem, DeviceSpec], Plan],
+    spec: Callable[[torch.device], DeviceSpec],
+    key_heads: int,
+    value_heads: int,
+    num_seqs: int,
+    tokens: int,
+    seq_len: int,
+    lengths: tuple[int, ...] | None,
+    device: torch.device,
+) -> Plan:
+    """What ``plan`` makes for this size: a call like one before costs one look, and neither a problem nor the facts of its device."""
     if num_seqs == 0 or tokens == 0:
         return WHOLE
-    return autocp.plan(_problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), device_spec(device))
-
-
-_problem = lru_cache(maxsize=4096)(autocp.Problem)  # checks its fields whenever it is made
+    return plan(autocp.Problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), spec(device))
 
 
 def launch_forward(
@@ -103,7 +116,7 @@ def launch_forward(
     if tokens == 0 or num_seqs == 0:
         return _result_without_tokens(v, g, initial_state, call)
 
-    from qla.kernels.launch import fwd_fused, kkt_solve
+    from qla.kernels import launch  # the module: names from it take the host longer
 
     device = v.device
     num_sms = device_spec(device).sm_count
@@ -112,12 +125,12 @@ def launch_forward(
     is_cut = plan.chunks_per_segment > 0
     cut = items = order = starts = None
     with on_device(device):
-        g_cum, A, bound = kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound=is_cut)
+        g_cum, A, bound = launch.kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound=is_cut)
         if is_cut:
             items, reverse, order = work_items(bound, tokens, cu_seqlens, call)
             starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, items, cu_seqlens, call, num_sms)
             cut = Cut(items, reverse, starts, transitions)
-        fwd_fused(
+        launch.fwd_fused(
             q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
             items=items, order=order, segment_states=starts, block_v=dim // plan.split if plan.split else None,
         )  # fmt: skip

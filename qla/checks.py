@@ -60,12 +60,7 @@ class Problem:
 
 def _compute_capability(device: torch.device) -> str:
     """Such as "9.0"."""
-    return _dotted(device_spec(device).capability)
-
-
-@lru_cache(maxsize=16)
-def _dotted(version: tuple[int, int]) -> str:
-    return "{}.{}".format(*version)
+    return "{}.{}".format(*device_spec(device).capability)
 
 
 # torch.compile calls it while it traces; a string it can compare. The decorator that says so, torch.compiler.assume_constant_result, sets
@@ -88,20 +83,34 @@ def recurrent_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    device = q.device
+    facts = (q.device, q.dtype, k.shape[-1], v.shape[-1], dtypes)
+    if type(q) is Tensor and not torch.compiler.is_compiling():
+        return _reason_kept(device_spec, *facts)
+    return _reason_of(*facts)
+
+
+def _reason_of(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if device.type != "cuda":
         return f"the kernels need a CUDA device, and q is on {device}"
     capability = _compute_capability(device)
     if capability != KERNEL_CAPABILITY:
         return f"the kernels need compute capability {KERNEL_CAPABILITY} (Hopper), and {device} has {capability}"
-    if q.dtype not in dtypes:
-        *others, last = (_name(dtype) for dtype in dtypes)
-        return f"the kernels take {', '.join(others)} and {last}, and q is {_name(q.dtype)}"
-    if k.shape[-1] > KERNEL_DIM:
-        return f"the kernels take head sizes up to {KERNEL_DIM}, and K is {k.shape[-1]}"
-    if v.shape[-1] > KERNEL_DIM:
-        return f"the kernels take head sizes up to {KERNEL_DIM}, and V is {v.shape[-1]}"
+    if dtype not in dtypes:
+        *others, last = (_name(taken) for taken in dtypes)
+        return f"the kernels take {', '.join(others)} and {last}, and q is {_name(dtype)}"
+    if key_dim > KERNEL_DIM:
+        return f"the kernels take head sizes up to {KERNEL_DIM}, and K is {key_dim}"
+    if value_dim > KERNEL_DIM:
+        return f"the kernels take head sizes up to {KERNEL_DIM}, and V is {value_dim}"
     return None
+
+
+@lru_cache(maxsize=1024)
+def _reason_kept(
+    spec: object, device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, dtypes: tuple[torch.dtype, ...]
+) -> str | None:
+    """``_reason_of``, once for each form of a call; spec: where the facts of a device come from."""
+    return _reason_of(device, dtype, key_dim, value_dim, dtypes)
 
 
 def check_inputs(

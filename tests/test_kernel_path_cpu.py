@@ -589,6 +589,7 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     problem = check_inputs(*inputs, None, False, cu, None)
     elsewhere = cu.to("meta")  # as one on a GPU: its values are not the host's
     for given, on_host, expected in ((elsewhere, cu, lengths), (elsewhere, None, None), (cu, None, lengths), (cu, cu, lengths)):
+        autograd._plan_by.cache_clear()
         assert _segmentation(True, problem, inputs.v.device, given, on_host) is WHOLE
         assert asked.pop() == autocp.Problem(2, 4, len(lengths), sum(lengths) + padding, 0, expected)
     assert asked == []
@@ -598,6 +599,24 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     for auto_cp in (False, WHOLE, PLANS["transitions"]):
         assert _segmentation(auto_cp, problem, inputs.v.device, cu, None) == (auto_cp or WHOLE)
     assert asked == []
+
+
+def test_planner_is_asked_once_for_a_form(rng, kernels, monkeypatch):
+    """Each form for itself, and another planner again."""
+    asked = []
+
+    def planner(sizes, spec):
+        asked.append(sizes)
+        return WHOLE
+
+    monkeypatch.setattr(autocp, "plan", planner)
+    short, long = (make_inputs(rng, tokens, dtype=torch.bfloat16) for tokens in (70, 90))
+    for inputs, options in ((short, {}), (long, {}), (short, {}), (long, {"cu_seqlens": cu_seqlens_of([40, 50])}), (short, {})):
+        qla.chunk_gated_delta_rule(*inputs, **options)
+    assert asked == [autocp.Problem(2, 4, 1, 70, 70), autocp.Problem(2, 4, 1, 90, 90), autocp.Problem(2, 4, 2, 90, 0, (40, 50))]
+    monkeypatch.setattr(autocp, "plan", lambda sizes, spec: asked.append(sizes) or PLANS["inline warm-up"])
+    qla.chunk_gated_delta_rule(*short)
+    assert len(asked) == 4 and "cp_plan" in kernels.launches
 
 
 class TestGradients:

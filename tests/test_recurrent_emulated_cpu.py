@@ -174,7 +174,7 @@ def test_slices_of_one_projection_are_read_in_place(rng):
     expected = qla.fused_recurrent_gated_delta_rule(*inputs[:3], **options)
     joined = torch.cat([x.flatten(2) for x in inputs[:3]], -1)
     parts = [x.unflatten(-1, (2, 32)) for x in joined.split(64, -1)]
-    assert all(kernel.token_rows(x)[0].data_ptr() == x.data_ptr() and kernel.token_rows(x)[1] == 192 for x in parts)
+    assert all(launch.token_rows(x)[0].data_ptr() == x.data_ptr() and launch.token_rows(x)[1] == 192 for x in parts)
     by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]
     odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs[:3]]
     time_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]]
@@ -188,7 +188,7 @@ def test_every_number_of_warps(rng):
     expected = qla.fused_recurrent_gated_delta_rule(*inputs[:3], inputs.g, beta=inputs.beta, output_final_state=True)
     for warps in (1, 4):
         o, state = torch.full_like(inputs.v, float("nan")), torch.full((1, 4, 64, 100), float("nan"))
-        kernel.recurrent(
+        launch.recurrent(
             *inputs[:3], inputs.g, inputs.beta, None, None, None, None, o, None, state, None, 1, 2, 64**-0.5, False, False, False, False,
             warps,
         )  # fmt: skip

@@ -119,6 +119,7 @@ def unread(device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tens
     return torch.empty(0, dtype=dtype, device=device)
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_block_v(items: int, num_sms: int) -> int:
     """Columns of V a block owns: 64 doubles the blocks where whole heads leave SMs idle.
 
@@ -248,6 +249,7 @@ def gates_backward(
     return draw_g, draw_beta, dA_log, None if dt_bias is None else dbias
 
 
+@functools.lru_cache(maxsize=1024)
 def num_units(tokens: int, value_heads: int, num_seqs: int, seq_len: int) -> int:
     """Units to look at, empty ones included, from what the host knows; kkt_solve.cuh numbers them in the same way."""
     return num_slots(tokens, num_seqs, seq_len) * -(-value_heads // UNIT_HEADS)
@@ -524,8 +526,8 @@ def fwd_fused(
         g_cum,
         beta,
         o,
-        nothing if initial_state is None else initial_state.view(-1),
-        nothing if final_state is None else final_state.view(-1),
+        nothing if initial_state is None else initial_state.ravel(),
+        nothing if final_state is None else final_state.ravel(),
         no_offsets if cu_seqlens is None else cu_seqlens,
         no_offsets if items is None else items.view(-1),
         no_offsets if items is None else order,
