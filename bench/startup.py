@@ -73,7 +73,6 @@ def measurements(folder: Path, wheel: Path | None, rounds: int, options: Sequenc
             ("empty cache, warmup", ROOT, cache, ["--warmup"]),
             ("filled cache", ROOT, cache, []),
             ("carried, empty cache", carrying, folder / f"second cache {number}", []),
-            ("carried, filled cache", carrying, folder / f"second cache {number}", []),
         ):
             result = first_call(package, place, *options, *more, with_nvcc=start == "empty cache, warmup")
             records.append({"start": start, "round": number} | result)

@@ -12,11 +12,11 @@ from torch import Tensor
 from qla import activations, ops, reference
 from qla.autocp import WHOLE, Plan
 from qla.autograd import (
+    ALIGNMENT,
     Call,
     Recurrence,
     RecurrentInputs,
     aligned,
-    all_aligned,
     choose_plan,
     gated_delta_rule,
     launch_backward,
@@ -419,7 +419,14 @@ def _normalise(
         g, beta = g.float(), beta.float()
     q, v, g = q.flatten(0, 1), v.flatten(0, 1), g.flatten(0, 1)
     k, beta = k.reshape_as(q), beta.reshape_as(g)
-    if torch.compiler.is_compiling() or not all_aligned(q, k, v, g, beta):
+    if torch.compiler.is_compiling() or not (
+        q.is_contiguous()
+        and k.is_contiguous()
+        and v.is_contiguous()
+        and g.is_contiguous()
+        and beta.is_contiguous()
+        and (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr() | beta.data_ptr()) % ALIGNMENT == 0
+    ):
         q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
     if initial_state is not None:
         initial_state = aligned(_pad(initial_state.float(), 2))

@@ -121,7 +121,7 @@ def launch_forward(
     device = v.device
     num_sms = device_spec(device).sm_count
     o = torch.empty_like(v)
-    final_state = torch.empty(num_seqs, heads, dim, dim, dtype=torch.float32, device=device) if output_final_state else None
+    final_state = g.new_empty(num_seqs, heads, dim, dim) if output_final_state else None
     is_cut = plan.chunks_per_segment > 0
     cut = items = order = starts = None
     with on_device(device):
@@ -554,15 +554,3 @@ def aligned(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return x
     return x.clone() if x.data_ptr() % ALIGNMENT else x
-
-
-def all_aligned(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> bool:
-    """Whether ``aligned`` has nothing to do for any of them."""
-    return (
-        a.is_contiguous()
-        and b.is_contiguous()
-        and c.is_contiguous()
-        and d.is_contiguous()
-        and e.is_contiguous()
-        and (a.data_ptr() | b.data_ptr() | c.data_ptr() | d.data_ptr() | e.data_ptr()) % ALIGNMENT == 0
-    )

@@ -74,19 +74,16 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_
     q, k: [B, T, H, K]; v: [B, T, HV, V]. The other arguments of ``chunk_gated_delta_rule`` may follow; they do not matter.
     A call with a reason runs through PyTorch instead, with one warning for each reason.
     """
-    return _reason(q, k, v, KERNEL_DTYPES)
+    if type(q) is Tensor and not torch.compiler.is_compiling():
+        return _reason_kept(device_spec, q.device, q.dtype, k.shape[-1], v.shape[-1], KERNEL_DTYPES)
+    return _reason_of(q.device, q.dtype, k.shape[-1], v.shape[-1], KERNEL_DTYPES)
 
 
 def recurrent_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """The same for ``fused_recurrent_gated_delta_rule``, whose kernel takes float32 as well."""
-    return _reason(q, k, v, RECURRENT_DTYPES)
-
-
-def _reason(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    facts = (q.device, q.dtype, k.shape[-1], v.shape[-1], dtypes)
     if type(q) is Tensor and not torch.compiler.is_compiling():
-        return _reason_kept(device_spec, *facts)
-    return _reason_of(*facts)
+        return _reason_kept(device_spec, q.device, q.dtype, k.shape[-1], v.shape[-1], RECURRENT_DTYPES)
+    return _reason_of(q.device, q.dtype, k.shape[-1], v.shape[-1], RECURRENT_DTYPES)
 
 
 def _reason_of(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, dtypes: tuple[torch.dtype, ...]) -> str | None:
