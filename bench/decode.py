@@ -77,7 +77,7 @@ def step_of(provider: str, case: DecodeCase) -> Step:
     """The step as a call of the provider's public function; "qla:4" is our kernel with 4 warps a block."""
     name, _, warps = provider.partition(":")
     if name == OWN and warps:
-        from qla.kernels.recurrent import recurrent
+        from qla.kernels.launch import recurrent
 
         o, final_state = torch.empty_like(case.v), torch.empty_like(case.state)
         batch, tokens = case.v.shape[:2]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
 from qla.checks import RECURRENT_DTYPES
-from qla.device import device_spec
+from qla.device import DeviceSpec, device_spec, on_device
 from qla.reference import CHUNK
 
 LOG2E = 1.4426950408889634
@@ -29,8 +29,7 @@ WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
 WORKSPACE_BYTES = (2 << 30) + (640 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a launch needs besides tensors.
 
     num_seqs: number of sequences S.
@@ -49,8 +48,7 @@ class Call:
     plan: Plan
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """How a call's sequences were cut, for its backward pass.
 
     forward, reverse: [segments, HV, 4] int32, work items of either direction (``qla.kernels.cp_plan``).
@@ -63,13 +61,8 @@ class Cut:
     states: Tensor | None = None
     transitions: Tensor | None = None
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.forward, self.reverse, self.states, self.transitions
 
-
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """What the forward kernels give.
 
     g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, 128].
@@ -89,12 +82,25 @@ def choose_plan(
     key_heads: int, value_heads: int, num_seqs: int, tokens: int, seq_len: int, lengths: tuple[int, ...] | None, device: torch.device
 ) -> Plan:
     """AutoCP's plan; tokens: of all sequences; lengths: of packed sequences where the host has them."""
+    return _plan_by(autocp.plan, device_spec, key_heads, value_heads, num_seqs, tokens, seq_len, lengths, device)
+
+
+@lru_cache(maxsize=4096)
+def _plan_by(
+    plan: Callable[[autocp.Problem, DeviceSpec], Plan],
+    spec: Callable[[torch.device], DeviceSpec],
+    key_heads: int,
+    value_heads: int,
+    num_seqs: int,
+    tokens: int,
+    seq_len: int,
+    lengths: tuple[int, ...] | None,
+    device: torch.device,
+) -> Plan:
+    """What ``plan`` makes for this size: a call like one before costs one look, and neither a problem nor the facts of its device."""
     if num_seqs == 0 or tokens == 0:
         return WHOLE
-    return autocp.plan(_problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), device_spec(device))
-
-
-_problem = lru_cache(maxsize=4096)(autocp.Problem)  # checks its fields whenever it is made
+    return plan(autocp.Problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), spec(device))
 
 
 def launch_forward(
@@ -105,37 +111,35 @@ def launch_forward(
     q, k: [N, H, 128] bf16 or fp16; v: [N, HV, 128], same dtype; g, beta: [N, HV] fp32; initial_state: [S, HV, 128, 128] fp32
     or None; cu_seqlens: [S + 1] int32 on q's device, or None for equal lengths.
     """
-    tokens, heads, _ = v.shape
-    if tokens == 0 or call.num_seqs == 0:
+    tokens, heads, dim = v.shape
+    num_seqs, seq_len, scale, state_v_first, output_final_state, plan = call
+    if tokens == 0 or num_seqs == 0:
         return _result_without_tokens(v, g, initial_state, call)
 
-    from qla.kernels.fwd_fused import fwd_fused
-    from qla.kernels.kkt_solve import kkt_solve
+    from qla.kernels import launch  # the module: names from it take the host longer
 
-    num_sms = device_spec(q.device).sm_count
+    device = v.device
+    num_sms = device_spec(device).sm_count
     o = torch.empty_like(v)
-    state_shape = (call.num_seqs, heads, k.shape[-1], v.shape[-1])
-    final_state = torch.empty(state_shape, dtype=torch.float32, device=q.device) if call.output_final_state else None
-    place = (cu_seqlens, call.num_seqs, call.seq_len)
-    with torch.cuda.device(q.device):
-        is_cut = call.plan.chunks_per_segment > 0
-        g_cum, A, bound = kkt_solve(k, g, beta, o, *place, num_sms, with_bound=is_cut)
-        cut = order = None
+    final_state = g.new_empty(num_seqs, heads, dim, dim) if output_final_state else None
+    is_cut = plan.chunks_per_segment > 0
+    cut = items = order = starts = None
+    with on_device(device):
+        g_cum, A, bound = launch.kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound=is_cut)
         if is_cut:
-            forward, reverse, order = work_items(bound, tokens, cu_seqlens, call)
-            starts = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
-            cut = Cut(forward, reverse, *starts)
-        fwd_fused(
-            q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale, *place, call.state_v_first, num_sms,
-            items=cut and cut.forward, order=order, segment_states=cut and cut.states,
-            block_v=v.shape[-1] // call.plan.split if call.plan.split else None,
+            items, reverse, order = work_items(bound, tokens, cu_seqlens, call)
+            starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, items, cu_seqlens, call, num_sms)
+            cut = Cut(items, reverse, starts, transitions)
+        launch.fwd_fused(
+            q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+            items=items, order=order, segment_states=starts, block_v=dim // plan.split if plan.split else None,
         )  # fmt: skip
     return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)
 
 
 def work_items(bound: Tensor, tokens: int, cu_seqlens: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """What each segment and head starts from, forward and reverse, decided on the device, and the order of the forward pass's blocks."""
-    from qla.kernels.cp_plan import cp_plan
+    from qla.kernels.launch import cp_plan
 
     plan = call.plan
     num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
@@ -163,8 +167,7 @@ def _segment_states(
 
     Written where items need them; None where the plan lets no item need any.
     """
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_states
+    from qla.kernels.launch import cp_merge, prepare_states
 
     states, transitions = _empty_segments(v, items, call.plan)
     place = (cu_seqlens, call.num_seqs, call.seq_len)
@@ -204,10 +207,16 @@ def gated_delta_rule(
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
     """``launch_forward`` with gradients; saves tensors only when some input asks for a gradient. Returns (o, final_state)."""
-    inputs = (q, k, v, g, beta, initial_state)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or g.requires_grad
+        or beta.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+    ):
         apply: Callable[..., tuple[Tensor, Tensor | None]] = _GatedDeltaRule.apply
-        return apply(*inputs, cu_seqlens, call)
+        return apply(q, k, v, g, beta, initial_state, cu_seqlens, call)
     result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
     return result.o, result.final_state
 
@@ -237,7 +246,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
         saved = (q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens)
         cut = None if call.plan.whole_backward else result.cut
-        ctx.save_for_backward(*saved, *(_worth_keeping(cut, saved).tensors if cut else ()))
+        ctx.save_for_backward(*saved, *(_worth_keeping(cut, saved) if cut else ()))
         ctx.call = call
         ctx.set_materialize_grads(False)
         return result.o, result.final_state
@@ -255,8 +264,8 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 def _worth_keeping(cut: Cut, saved: Sequence[Tensor | None]) -> Cut:
     """``cut`` with the states and transitions, if they take at most costs.KEPT_SHARE of what the other tensors take, else without."""
-    taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut.tensors[2:], saved))
-    return cut if taken <= costs.KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+    taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut[2:], saved))
+    return cut if taken <= costs.KEPT_SHARE * others else cut._replace(states=None, transitions=None)
 
 
 def only_once(grads: Iterable[Tensor | None], needed: Sequence[bool], like: Tensor) -> list[Tensor | None]:
@@ -339,10 +348,15 @@ def launch_backward(
         dh0 = None if initial_state is None else torch.zeros_like(initial_state) if dht is None else dht.clone()
         return *(torch.zeros_like(x) for x in (q, k, v, g_cum, beta)), dh0 if initial_state_grad else None  # type: ignore[return-value]
 
-    from qla.kernels.bwd_fused import bwd_fused
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_state_gradients, prepare_states, scan_state_gradients, scan_states
-    from qla.kernels.ws import num_slots
+    from qla.kernels.launch import (
+        bwd_fused,
+        cp_merge,
+        num_slots,
+        prepare_state_gradients,
+        prepare_states,
+        scan_state_gradients,
+        scan_states,
+    )
 
     num_sms = device_spec(q.device).sm_count
     place = (cu_seqlens, call.num_seqs, call.seq_len)
@@ -356,10 +370,10 @@ def launch_backward(
     forward = reverse = starts = start_grads = transitions = None
     segments = (cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment)
     made_again = False
-    with torch.cuda.device(q.device):
+    with on_device(q.device):
         beside = _Beside(q.device)
         if cut is not None:
-            forward, reverse, starts, transitions = cut.tensors
+            forward, reverse, starts, transitions = cut
             made_again = starts is None
             if made_again:
                 starts, transitions = _empty_segments(v, forward, call.plan)
@@ -464,7 +478,7 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
     key_dim = k.shape[-1]
     num_seqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     inner = (value_dim, key_dim) if call.state_v_first else (key_dim, value_dim)
-    with torch.no_grad(), torch.cuda.device(q.device):
+    with torch.no_grad(), on_device(q.device):
         if initial_state is not None:
             initial_state = initial_state.float()
         if batch * tokens == 0 or num_seqs == 0:
@@ -474,7 +488,7 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
                 final_state = final_state if initial_state is None else final_state.copy_(initial_state)
             return v.new_zeros(v.shape), final_state
 
-        from qla.kernels.recurrent import recurrent
+        from qla.kernels.launch import recurrent
 
         g, beta, gk, gv, A_log, dt_bias = (readable(x) for x in (g, beta, gk, gv, A_log, dt_bias))
         if key_dim % 4 or value_dim % 4:  # zeros add nothing to sums and stay zero in the state

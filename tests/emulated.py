@@ -136,7 +136,7 @@ Values = Mapping[str, Any]
 
 
 class Emulated:
-    """A kernel of one config, called as ``build(cfg)`` is.
+    """A kernel of one config, called as its compiled function is.
 
     grid: blocks in x and y from the call's values, by the names of the kernel's parameters. sizes: the kernel's dynamic sizes likewise.
     """

@@ -10,7 +10,7 @@ pytest.importorskip("tilelang")
 from test_kernel_path_cpu import StandIns  # noqa: E402
 
 from qla import activations  # noqa: E402
-from qla.kernels import gates, l2norm, recurrent  # noqa: E402
+from qla.kernels import gates, l2norm, launch, recurrent  # noqa: E402
 from tests.lowered import generated, static  # noqa: E402
 
 SOURCES = {module: Path(module.__file__).with_suffix(".cuh").read_text() for module in (gates, l2norm)}
@@ -70,22 +70,22 @@ def test_values_go_where_their_names_are(variant):
 
 def test_constants_agree():
     declared = dict(re.findall(r"\b(k\w+) = (\d+)(?=[,;])", SOURCES[gates]))
-    own = {"kThreads": gates.THREADS, "kAtOnce": gates.TOKENS_AT_ONCE}
+    own = {"kThreads": gates.THREADS, "kAtOnce": launch.GATES_TOKENS_AT_ONCE}
     options = {
-        "kActivateGate": gates.ACTIVATE_GATE,
-        "kHasBias": gates.HAS_BIAS,
-        "kActivateBeta": gates.ACTIVATE_BETA,
-        "kTwice": gates.TWICE,
+        "kActivateGate": launch.ACTIVATE_GATE,
+        "kHasBias": launch.HAS_BIAS,
+        "kActivateBeta": launch.ACTIVATE_BETA,
+        "kTwice": launch.TWICE,
     }
     types = {"kFloat": torch.float32, "kBfloat16": torch.bfloat16, "kFloat16": torch.float16}
     assert {name: int(value) for name, value in declared.items()} == {
         **own,
         **options,
-        **{name: gates.TYPES[x] for name, x in types.items()},
+        **{name: launch.TYPES[x] for name, x in types.items()},
     }
-    assert (StandIns.ACTIVATE_BETA, StandIns.TWICE) == (gates.ACTIVATE_BETA, gates.TWICE)
+    assert (StandIns.ACTIVATE_BETA, StandIns.TWICE) == (launch.ACTIVATE_BETA, launch.TWICE)
     declared = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+)(?=[,;])", SOURCES[l2norm])}
-    assert l2norm.THREADS // declared["kLanes"] * declared["kAtOnce"] == l2norm.ROWS_AT_ONCE
+    assert l2norm.THREADS // declared["kLanes"] * declared["kAtOnce"] == launch.NORM_ROWS_AT_ONCE
     assert declared["kLanes"] * 8 == l2norm.HEAD_DIM, "eight elements of 16 bits a lane: 16-byte loads"
 
 
@@ -93,7 +93,7 @@ def test_constants_agree():
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
 def test_each_element_has_one_thread(heads, tokens):
     """The columns of gates.cuh, in Python: all (token, head) pairs once, for the launcher's number of blocks."""
-    blocks, seen = gates._blocks(tokens, heads, 2), []
+    blocks, seen = launch._gate_blocks(tokens, heads, 2), []
     for group in range(-(-heads // gates.THREADS)):
         width = min(gates.THREADS, heads - group * gates.THREADS)
         rows = gates.THREADS // width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import test_activations as on_gpu
@@ -13,7 +14,7 @@ from qla import activations
 from qla.device import DeviceSpec
 
 pytest.importorskip("tilelang")
-from qla.kernels import gates, l2norm  # noqa: E402
+from qla.kernels import gates, l2norm, launch  # noqa: E402
 from tests.emulated import COMPILER, Emulated  # noqa: E402
 
 pytestmark = [NAN_FILLED, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
@@ -34,25 +35,20 @@ def sizes(values):
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory):
-    """build() of emulated kernels, by module."""
-    made = {}
+    """launcher() of emulated kernels."""
 
-    def builder(module):
-        def build(cfg):
-            if cfg not in made:
-                made[cfg] = Emulated(module, cfg, tmp_path_factory.mktemp("emulated"), GRIDS[module], sizes)
-            return made[cfg]
+    @functools.cache
+    def launcher(kernel, *form):
+        module = {"l2norm": l2norm, "gates": gates}[kernel]
+        return Emulated(module, module.config_for(*form), tmp_path_factory.mktemp("emulated"), GRIDS[module], sizes)
 
-        return build
-
-    return builder
+    return launcher
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch, emulate):
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
-    for module in (l2norm, gates):
-        monkeypatch.setattr(module, "build", emulate(module))
+    monkeypatch.setattr(launch, "launcher", emulate)
     monkeypatch.setattr(activations, "device_spec", lambda device: DeviceSpec(index=0, capability=(9, 0), sm_count=2))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 

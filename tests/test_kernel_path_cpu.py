@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -24,6 +22,7 @@ from qla.autocp import WHOLE, Plan
 from qla.autograd import LOG2E, _Beside, head_slices, workspace_limit
 from qla.checks import check_inputs
 from qla.device import DeviceSpec
+from qla.kernels import launch
 from qla.reference import chunk_gate_sum_and_inverse, chunked_gated_delta_rule, chunked_gradients, gates_from_chunk_sums
 
 SPEC = DeviceSpec(index=0, capability=(9, 0), sm_count=132)
@@ -273,27 +272,17 @@ class StandIns:
             self.initial_grad[:, heads] = dh0
 
 
-KERNELS = {
-    "l2norm": ["l2norm", "l2norm_backward"],
-    "gates": ["gates", "gates_backward", "ACTIVATE_BETA", "TWICE"],
-    "kkt_solve": ["kkt_solve"],
-    "fwd_fused": ["fwd_fused"],
-    "cp_plan": ["cp_plan"],
-    "cp_prep": ["prepare_states", "prepare_state_gradients", "scan_states", "scan_state_gradients"],
-    "cp_merge": ["cp_merge"],
-    "ws": ["num_slots"],
-    "bwd_fused": ["bwd_fused"],
-}
+KERNELS = (
+    "l2norm", "l2norm_backward", "gates", "gates_backward", "kkt_solve", "fwd_fused", "cp_plan", "prepare_states",
+    "prepare_state_gradients", "scan_states", "scan_state_gradients", "cp_merge", "bwd_fused",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     stand_ins = StandIns()
-    for name, functions in KERNELS.items():
-        module = types.ModuleType(f"qla.kernels.{name}")
-        for function in functions:
-            setattr(module, function, getattr(stand_ins, function))
-        monkeypatch.setitem(sys.modules, f"qla.kernels.{name}", module)
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, getattr(stand_ins, name))
     monkeypatch.setattr("qla.api.unsupported_reason", lambda q, k, v: None)
     for module in ("autograd", "activations"):
         monkeypatch.setattr(f"qla.{module}.device_spec", lambda device: SPEC)
@@ -360,7 +349,7 @@ def test_fitting_inputs_are_not_copied(rng, kernels, monkeypatch):
         seen.update(q=q, k=k, v=v, beta=beta)
         original(q, k, v, g_cum, beta, *rest, **options)
 
-    monkeypatch.setattr(sys.modules["qla.kernels.fwd_fused"], "fwd_fused", spy)
+    monkeypatch.setattr(launch, "fwd_fused", spy)
     qla.chunk_gated_delta_rule(*inputs)
     for name, x in seen.items():
         assert x.data_ptr() == getattr(inputs, name).data_ptr(), name
@@ -607,6 +596,7 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     problem = check_inputs(*inputs, None, False, cu, None)
     elsewhere = cu.to("meta")  # as one on a GPU: its values are not the host's
     for given, on_host, expected in ((elsewhere, cu, lengths), (elsewhere, None, None), (cu, None, lengths), (cu, cu, lengths)):
+        autograd._plan_by.cache_clear()
         assert _segmentation(True, problem, inputs.v.device, given, on_host) is WHOLE
         assert asked.pop() == autocp.Problem(2, 4, len(lengths), sum(lengths) + padding, 0, expected)
     assert asked == []
@@ -616,6 +606,24 @@ def test_planner_gets_exact_lengths_where_the_host_has_them(rng, monkeypatch, dt
     for auto_cp in (False, WHOLE, PLANS["transitions"]):
         assert _segmentation(auto_cp, problem, inputs.v.device, cu, None) == (auto_cp or WHOLE)
     assert asked == []
+
+
+def test_planner_is_asked_once_for_a_form(rng, kernels, monkeypatch):
+    """Each form for itself, and another planner again."""
+    asked = []
+
+    def planner(sizes, spec):
+        asked.append(sizes)
+        return WHOLE
+
+    monkeypatch.setattr(autocp, "plan", planner)
+    short, long = (make_inputs(rng, tokens, dtype=torch.bfloat16) for tokens in (70, 90))
+    for inputs, options in ((short, {}), (long, {}), (short, {}), (long, {"cu_seqlens": cu_seqlens_of([40, 50])}), (short, {})):
+        qla.chunk_gated_delta_rule(*inputs, **options)
+    assert asked == [autocp.Problem(2, 4, 1, 70, 70), autocp.Problem(2, 4, 1, 90, 90), autocp.Problem(2, 4, 2, 90, 0, (40, 50))]
+    monkeypatch.setattr(autocp, "plan", lambda sizes, spec: asked.append(sizes) or PLANS["inline warm-up"])
+    qla.chunk_gated_delta_rule(*short)
+    assert len(asked) == 4 and "cp_plan" in kernels.launches
 
 
 class TestGradients:

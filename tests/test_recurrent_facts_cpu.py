@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla import aot  # noqa: E402
-from qla.kernels import recurrent  # noqa: E402
+from qla.kernels import launch, recurrent  # noqa: E402
 from qla.kernels.ws import REGS_PER_SM  # noqa: E402
 from tests.lowered import generated  # noqa: E402
 
@@ -76,8 +76,8 @@ def test_lanes_share_a_state_without_overlap(v_first):
 def test_kinds_agree_with_device_code():
     source = Path(recurrent.__file__).with_suffix(".cuh").read_text()
     names = re.search(r"enum Kind \{ (.*?) \}", source)[1].split(", ")
-    assert names == [f"k{str(dtype).removeprefix('torch.').title()}" for dtype in recurrent.KINDS]
-    assert list(recurrent.KINDS.values()) == [0, 1, 2]
+    assert names == [f"k{str(dtype).removeprefix('torch.').title()}" for dtype in launch.KINDS]
+    assert list(launch.KINDS.values()) == [0, 1, 2]
 
 
 def test_docstring():

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import cp_prep as scan  # noqa: E402
+from qla.kernels.launch import choose_block_v, num_slots  # noqa: E402
 from qla.kernels.ws import (  # noqa: E402
     ENDS,
     FROM_SEGMENT,
@@ -17,7 +18,6 @@ from qla.kernels.ws import (  # noqa: E402
     SKIP,
     SMEM_LIMIT_SM90,
     SOURCE,
-    num_slots,
 )
 from tests.lowered import assert_lanes_hold_pairs_of_gates, by_role, generated, place_of, static  # noqa: E402
 
@@ -282,7 +282,7 @@ def test_variants_are_distinct():
 
 @pytest.mark.parametrize(("items", "block_v"), [(1, 64), (66, 64), (67, 128), (132, 128), (133, 64), (198, 64), (199, 128), (264, 128)])
 def test_block_width_fills_the_device(items, block_v):
-    assert scan.choose_block_v(items, num_sms=132) == block_v
+    assert choose_block_v(items, num_sms=132) == block_v
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ Schedule of one head (| separates what runs while wgmma is in flight)
              wait pairs, F to f | release vd | E, sums, E to e, commit pairs | dQ += E K, wait s, dO S^T by halves of K |
              dQ +=, sums | release s, gates, store and commit sums
     KEYS     wait gates, vd, ds | Vd dS^T by halves of K | dK +=, sums | release ds, vd, wait dw, dW to registers, release dw, wait s,
-             dW S^T by halves | dK +=, dK -=, sums | release s, store and commit sums | wait pairs | dK += E^T Q + F K + F^T K | release pairs
+             dW S^T by halves | dK +=, dK -=, sums | release s, store and commit sums | wait pairs | dK += E^T Q + F K + F^T K |
+             release pairs
     VALUES   load V | wait gates, dw | dV, sums | release dw, gates, wait ds, s | <S, dS> | release ds, s, commit sums
     IO 0     at the beginning of a unit q and k, then for each head, as places become free: vd | dw | do; IO 1: gates | ds | s
     At the end of a unit: QUERIES q_read, k_read | wait q_read | dQ to q | out_ready
@@ -73,7 +74,6 @@ Schedule of one head (| separates what runs while wgmma is in flight)
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -634,47 +634,3 @@ def build(cfg: BwdConfig):
 @functools.cache
 def config_for(dtype: torch.dtype) -> BwdConfig:
     return BwdConfig(str(dtype).removeprefix("torch."))
-
-
-def bwd_fused(
-    q, k, v, g_cum, beta, vd, do, dw, states, state_grads, dq, dk, dv, dg, dbeta, head0, scale, cu_seqlens, num_seqs, seq_len, num_sms
-) -> None:
-    """Gradients of the value heads that `states` holds and of their key heads; one launch on the current stream.
-
-    Args:
-        q, k, dq, dk: [N, H, 128] bf16 or fp16, contiguous, 16-byte aligned. N tokens of all sequences, packed.
-        v, do, dw, dv: [N, HV, 128], dtype of q; dw as `cp_prep` leaves it. dv may be the same tensor.
-        g_cum, beta, dg, dbeta: [N, HV] fp32; log2 gates summed within the chunk (`kkt_solve`); dg is the gradient of natural-log gates.
-        vd: [N, heads, 128], states, state_grads: [slots, heads, 128, 128], dtype of q, as `cp_prep` leaves them for value heads
-            head0 .. head0 + heads - 1, whole groups.
-        dq, dk, dv, dg, dbeta: written for these heads, in all rows: zero where no sequence owns one.
-        scale: run-time float, finite and >= 0.
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        num_sms: multiprocessors of the device.
-    """
-    ratio = v.shape[1] // k.shape[1]
-    slots, heads = states.shape[:2]
-    build(config_for(q.dtype))(
-        q,
-        k,
-        v,
-        vd,
-        g_cum,
-        beta,
-        do,
-        dw,
-        states,
-        state_grads,
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        torch.empty(1, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens,
-        head0,
-        ratio,
-        num_seqs,
-        0 if cu_seqlens is not None else seq_len,
-        math.log2(scale) if scale > 0 else -math.inf,
-        min(slots * (heads // ratio), num_sms),
-    )

@@ -2,9 +2,9 @@
 
 They have two uses.
     States and values of all chunks, for the backward pass: the forward scan leaves the state that enters each chunk and Vd, the reverse
-    scan the gradient of the state that leaves it and dW, all rounded to the inputs' dtype: all that links the chunks of a sequence, and what the
-    scans have worked out anyway, so that ``bwd_fused`` can work on all chunks at once. Of an item's chunks the first `skip` only warm the
-    state up. Both ends' states are read and written in fp32.
+    scan the gradient of the state that leaves it and dW, all rounded to the inputs' dtype: all that links the chunks of a sequence, and
+    what the scans have worked out anyway, so that ``bwd_fused`` can work on all chunks at once. Of an item's chunks the first `skip`
+    only warm the state up. Both ends' states are read and written in fp32.
     What segments start from: the state that [start, first) of an item (``cp_plan``; in reverse
     [end, start)) leaves, in fp32, and no states of chunks. From the sequence's own state that is what the segment starts from; from
     zero it is, behind a long enough warm-up, or it is S*, which ``cp_merge`` completes by the transition M. M^T is the same
@@ -66,7 +66,6 @@ Schedule of chunk i, the i-th that the block walks (| separates what runs while 
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -85,8 +84,6 @@ from qla.kernels.ws import (
     IDENTITY,
     ITEM,
     KEY_HEAD,
-    NO_ITEMS,
-    OWN_ITEMS,
     PASS_CONFIGS,
     PLACE_FIELDS,
     PREP_STATE,
@@ -100,7 +97,6 @@ from qla.kernels.ws import (
     WARPGROUP,
     KernelConfig,
     Ring,
-    choose_block_v,
     compile_kernel,
     device_source,
     fetch_gates,
@@ -555,108 +551,3 @@ def build(cfg: ScanConfig):
 @functools.cache
 def config_for(reverse: bool, block_v: int, dtype: torch.dtype) -> ScanConfig:
     return ScanConfig(reverse, block_v, str(dtype).removeprefix("torch."))
-
-
-def scan_states(
-    k, v, g_cum, beta, A, states, values, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None,
-) -> None:  # fmt: skip
-    """Writes the state that enters each chunk, and Vd; one launch on the current stream.
-
-    Args:
-        k: [N, H, 128] bf16 or fp16, contiguous, 16-byte aligned. N tokens of all sequences, packed.
-        v: [N, HV, 128], dtype of k.
-        g_cum, beta: [N, HV] fp32; log2 gates summed within the chunk (`kkt_solve`).
-        A: [N, HV, 64], dtype of k, gated inverse (`kkt_solve`).
-        states: [num_slots(...), heads, 128, 128], dtype of k, of value heads head0 .. head0 + heads - 1; [V, K], written in the slots of
-            all chunks.
-        values: [N, heads, 128], dtype of k, of the same heads; written with Vd in the rows of all sequences.
-        initial_state: fp32 [num_seqs, HV, 128, 128] or None; [K, V], with state_v_first [V, K].
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        num_sms: multiprocessors of the device.
-        items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, 128, 128] in accumulators' order, read where an item says so (`prepare_states`).
-    """
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    ends = (initial_state, None, 1.0)
-    _launch(False, k, k, v, g_cum, beta, A, states, values, head0, head0, *ends, *place, items, segment_states)
-
-
-def scan_state_gradients(
-    q, k, do, g_cum, beta, A, states, values, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None,
-) -> None:  # fmt: skip
-    """Writes the gradient of the state that leaves each chunk, of the initial state, and dW; one launch on the current stream.
-
-    Args as of `scan_states`, items and segment_states of the reverse direction, and:
-        q: as k. do: gradient of o, as v.
-        states: written with the gradients.
-        values: [N, HV, 128], of all heads; written with dW for those of `states`, in the rows of all sequences.
-        final_grad, initial_grad: gradients of the final state (None: zero) and of the initial one (None: not wanted), as initial_state.
-        scale: run-time float, finite and >= 0.
-    """
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    ends = (final_grad, initial_grad, scale)
-    _launch(True, q, k, do, g_cum, beta, A, states, values, head0, 0, *ends, *place, items, segment_states)
-
-
-def prepare_states(
-    k, v, g_cum, beta, A, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states, transitions
-) -> None:
-    """Writes the states that items start from, or what `cp_merge` makes them of; one launch on the current stream.
-
-    Args as of `scan_states`, and:
-        segment_states: written for the items that say so.
-        transitions: bf16 [segments, HV, 2, 128, 128], M^T [in, out] as a high and a low part, written for the items that say so, or
-            None where none may.
-    """
-    states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    ends = (initial_state, None, 1.0)
-    _launch(False, k, k, v, g_cum, beta, A, states, v, 0, 0, *ends, *place, items, segment_states, transitions, prepare=True)
-
-
-def prepare_state_gradients(
-    q, k, do, g_cum, beta, A, final_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states
-) -> None:
-    """As `prepare_states`, of the gradients; the transitions are those of the forward direction. Args as of `scan_state_gradients`."""
-    states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(True, q, k, do, g_cum, beta, A, states, do, 0, 0, final_grad, None, scale, *place, items, segment_states, prepare=True)
-
-
-def _launch(
-    reverse, q, k, x, g_cum, beta, A, states, values, head0, values_head0, begin, end, scale, cu_seqlens, num_seqs, seq_len,
-    state_v_first, num_sms,
-    items, segment_states, transitions=None, prepare=False,
-) -> None:  # fmt: skip
-    num_rows = num_seqs if items is None else len(items)
-    # as in an uncut call, which is what serial heads are; preparing, all items are alike
-    block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
-    nothing = torch.empty(4, dtype=torch.float32, device=k.device)
-    build(config_for(reverse, block_v, k.dtype))(
-        q,
-        k,
-        x,
-        A,
-        g_cum,
-        beta,
-        states,
-        values,
-        nothing if begin is None else begin.view(-1),
-        nothing if end is None else end.view(-1),
-        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
-        nothing.view(torch.int32) if items is None else items.view(-1),
-        nothing if segment_states is None else segment_states.view(-1),
-        nothing.view(torch.bfloat16) if transitions is None else transitions.view(-1),
-        head0,
-        values_head0,
-        num_rows,
-        NO_ITEMS if items is None else PREP_STATE if prepare else OWN_ITEMS,
-        1 if transitions is None else 2,
-        0 if cu_seqlens is not None else seq_len,
-        math.log2(scale) if scale > 0 else -math.inf,
-        int(begin is not None),
-        int(end is not None),
-        int(state_v_first),
-    )

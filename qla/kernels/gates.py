@@ -21,16 +21,10 @@ from dataclasses import dataclass
 
 import tilelang
 import tilelang.language as T
-import torch
 
 from qla.kernels import ws
+from qla.kernels.launch import GATES_THREADS as THREADS
 from qla.kernels.ws import compile_kernel, device_source, once_per_config
-
-THREADS = 256
-TOKENS_AT_ONCE = 4  # of a thread
-BLOCKS_PER_SM = 8
-ACTIVATE_GATE, HAS_BIAS, ACTIVATE_BETA, TWICE = 1, 2, 4, 8  # options; gates.cuh names the same
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements; gates.cuh names the same
 
 # Exponentials and logarithms as PyTorch has them: memory is what the time goes to.
 PASS_CONFIGS = {**ws.PASS_CONFIGS, tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: False}
@@ -51,6 +45,7 @@ class GatesConfig:
 
 
 CONFIGS = (GatesConfig(), GatesConfig(backward=True))
+config_for = GatesConfig
 
 
 def prim_func(cfg: GatesConfig):
@@ -130,64 +125,3 @@ def backward_func():
 def build(cfg: GatesConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
-
-
-def _blocks(tokens: int, heads: int, num_sms: int) -> int:
-    rows = THREADS // min(THREADS, heads) * TOKENS_AT_ONCE
-    return max(1, min(-(-tokens // rows), BLOCKS_PER_SM * num_sms))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
-def _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options):
-    """Tensors, and the values that go with them, as both kernels take them; unused ones are not read."""
-    if A_log is not None:
-        options |= ACTIVATE_GATE
-    if dt_bias is not None:
-        options |= HAS_BIAS
-    unused = torch.empty(1, dtype=torch.float32, device=raw_g.device)
-    A_log, dt_bias = (unused if x is None else x for x in (A_log, dt_bias))
-    tensors = (raw_g, raw_beta, A_log, dt_bias)
-    cu = unused.view(torch.int32) if cu_seqlens is None else cu_seqlens
-    num_seqs = -1 if cu_seqlens is None else len(cu_seqlens) - 1
-    return [_bytes(x) for x in tensors], cu, (options, *(TYPES[x.dtype] for x in tensors), num_seqs)
-
-
-def gates(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms) -> tuple[torch.Tensor, torch.Tensor]:
-    """g and beta, [N, HV] fp32; one launch on the current stream.
-
-    Args:
-        raw_g, raw_beta: [N, HV], contiguous, N > 0, each fp32, bf16 or fp16.
-        A_log: [HV], likewise, or None: then g is raw_g. dt_bias: [HV], likewise, or None.
-        cu_seqlens: int32 [S + 1] on the device, or None: then every row is owned.
-        options: ACTIVATE_BETA for the sigmoid of beta, with TWICE for twice that; 0 for raw_beta itself.
-        num_sms: multiprocessors of the device.
-    """
-    g, beta = (torch.empty(raw_g.shape, dtype=torch.float32, device=raw_g.device) for _ in range(2))
-    tensors, cu, form = _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    build(GatesConfig())(*tensors, cu, g, beta, *form, _blocks(*raw_g.shape, num_sms))
-    return g, beta
-
-
-def gates_backward(
-    dg, dbeta, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of raw_g and raw_beta in their dtypes, and of A_log and dt_bias in fp32 (None without them).
-
-    One launch on the current stream, and a sum over its blocks if there is an A_log.
-
-    Args:
-        dg, dbeta: [N, HV] fp32, contiguous: gradients of the results of `gates`.
-        The others as given to `gates`.
-    """
-    draw_g, draw_beta = torch.empty_like(raw_g), torch.empty_like(raw_beta)
-    tensors, cu, form = _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    blocks = _blocks(*raw_g.shape, num_sms)
-    sums = torch.empty(blocks, 2, raw_g.shape[1], dtype=torch.float32, device=raw_g.device)
-    build(GatesConfig(backward=True))(dg, dbeta, *tensors, cu, _bytes(draw_g), _bytes(draw_beta), sums, *form)
-    if A_log is None:
-        return draw_g, draw_beta, None, None
-    dA_log, dbias = sums.sum(0)
-    return draw_g, draw_beta, dA_log, None if dt_bias is None else dbias

@@ -24,6 +24,7 @@ Schedule of a block
     state -> HT | zeros into rows that no sequence owns: row i past the last one by sequence i % S
 """
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,17 +32,24 @@ import tilelang
 import tilelang.language as T
 import torch
 
+from qla.kernels.launch import (
+    BETA_PER_COLUMN,
+    COLUMNS,
+    DOUBLE,
+    KIND_BITS,
+    NORMALISE,
+    QUAD,
+    SIGMOID,
+    WARPS,
+    WIDE_OFFSETS,
+    WITH_FINAL,
+    WITH_STATE,
+)
 from qla.kernels.ws import HEAD_DIM, REGS_PER_SM, WARP, compile_kernel, device_source, once_per_config
 
-QUAD = 4
-COLUMNS = 16  # of V a warp owns
-WARPS = 2
 # Registers a thread may have at blocks_per_sm: with fewer it spills, with more there are fewer warps, and loads in flight.
 REGS = {"bfloat16": 168, "float16": 168, "float32": 248}
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the same enum is in recurrent.cuh
-KIND_BITS = 2
 G, BETA, GK, GV, A_LOG, DT_BIAS = range(6)  # places of kinds
-NORMALISE, SIGMOID, DOUBLE, BETA_PER_COLUMN, WITH_STATE, WITH_FINAL, WIDE_OFFSETS = (1 << i for i in range(7))  # flags
 L2NORM_EPS = 1e-6
 
 PASS_CONFIGS = {
@@ -398,106 +406,6 @@ def build(cfg: RecurrentConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
-def recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    gk: torch.Tensor | None,
-    gv: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    o: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    final_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    num_seqs: int,
-    seq_len: int,
-    scale: float,
-    state_v_first: bool,
-    normalise: bool,
-    sigmoid: bool,
-    double: bool,
-    warps: int = WARPS,
-) -> None:
-    """The recurrence over all tokens; one launch on the current stream, no host synchronisation.
-
-    Args:
-        q, k: [B, T, H, K] bf16, fp16 or fp32, K a multiple of 4, at most 128; any strides (`token_rows`).
-        v: [B, T, HV, V], same dtype, V likewise.
-        g: [B, T, HV] fp32, bf16 or fp16, natural-log gates; gk, gv: [B, T, HV, K] and [B, T, HV, V], more of them. None is 0.
-        beta: [B, T, HV] or [B, T, HV, V], likewise; None is 1.
-        A_log, dt_bias: [HV], likewise; with A_log the gate is -exp(A_log) softplus(g + dt_bias).
-        o: [B, T, HV, V] in q's dtype, contiguous; written as a whole, zero in rows that no sequence owns.
-        initial_state, final_state: [num_seqs, HV, K, V] fp32, V-first [num_seqs, HV, V, K], contiguous and 16-byte aligned; or None.
-        cu_seqlens: [num_seqs + 1] int32 or int64 on q's device, or None for num_seqs sequences of seq_len tokens.
-        scale: factor on o.
-        normalise: divide rows of q and k by sqrt(sum of squares + 1e-6).
-        sigmoid, double: sigmoid(beta), and twice that, in place of beta.
-        warps: a block, for measurements.
-    """
-    batch, length, key_heads, key_dim = k.shape
-    heads, value_dim = v.shape[2:]
-    (q_flat, q_step), (k_flat, k_step), (v_flat, v_step) = (token_rows(x) for x in (q, k, v))
-    small = [None if x is None else x.contiguous() for x in (g, beta, gk, gv, A_log, dt_bias)]
-    kinds = sum(KINDS[x.dtype] << (KIND_BITS * place) for place, x in enumerate(small) if x is not None)
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-    flags = sum(flag for flag, wanted in (
-        (NORMALISE, normalise),
-        (SIGMOID, sigmoid),
-        (DOUBLE, double),
-        (BETA_PER_COLUMN, beta is not None and beta.dim() == 4),
-        (WITH_STATE, initial_state is not None),
-        (WITH_FINAL, final_state is not None),
-        (WIDE_OFFSETS, cu_seqlens is not None and cu_seqlens.dtype == torch.int64),
-    ) if wanted)  # fmt: skip
-    absent = None
-    if initial_state is None and final_state is None:
-        absent = torch.empty(1, dtype=torch.float32, device=q.device)
-    states = [x if x is not None else other if other is not None else absent for x, other in (
-        (initial_state, final_state), (final_state, initial_state),
-    )]  # fmt: skip
-    cfg = RecurrentConfig(str(q.dtype).removeprefix("torch."), state_v_first, warps)
-    build(cfg)(
-        q_flat,
-        k_flat,
-        v_flat,
-        o.view(-1),
-        *(x.view(-1) for x in states),
-        *(0 if x is None else x.data_ptr() for x in (*small, cu_seqlens)),
-        kinds,
-        flags,
-        q_step // QUAD,
-        k_step // QUAD,
-        v_step // QUAD,
-        key_dim // QUAD,
-        value_dim // QUAD,
-        heads,
-        heads // key_heads,
-        num_seqs,
-        seq_len,
-        batch * length,
-        -(-value_dim // cfg.columns),
-        scale,
-    )
-
-
-def token_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x [B, T, H, D] as a flat tensor, and the elements from a token to the next one; a copy where the kernel cannot read x as it is.
-
-    A slice of a wider projection is read in place.
-    """
-    batch, length, heads, dim = x.shape
-    row = heads * dim
-    if x.is_contiguous():
-        step, even = row, True
-    else:
-        by_batch, by_token, by_head, by_element = x.stride()
-        step = by_token if length > 1 else by_batch if batch > 1 else row
-        even = (dim == 1 or by_element == 1) and (heads == 1 or by_head == dim)
-        even = even and (batch == 1 or length == 1 or by_batch == length * by_token) and step % QUAD == 0
-    if not even or x.data_ptr() % (QUAD * x.element_size()):
-        x, step = x.clone(memory_format=torch.contiguous_format), row
-    return x.as_strided(((batch * length - 1) * step + row,), (1,)), step
+@functools.cache
+def config_for(dtype: torch.dtype, state_v_first: bool, warps: int) -> RecurrentConfig:
+    return RecurrentConfig(str(dtype).removeprefix("torch."), state_v_first, warps)
