@@ -20,8 +20,8 @@ pytestmark = [NAN_FILLED, pytest.mark.skipif(COMPILER is None, reason="needs g++
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 GRIDS = {
-    l2norm: lambda values: (values["num_blocks"], 2),
-    gates: lambda values: (values["num_blocks"], -(-values["HV"] // gates.THREADS)),
+    l2norm: lambda values: (values["num_blocks"], 2, 1),
+    gates: lambda values: (values["num_blocks"], -(-values["HV"] // gates.THREADS), 1),
 }
 
 
