@@ -129,7 +129,7 @@ class _Gates(torch.autograd.Function):
         ctx.save_for_backward(g, beta, A_log, dt_bias, cu_seqlens)
         ctx.options = options
         with on_device(g.device):
-            results = launch(*_flat(g, beta, A_log, dt_bias), cu_seqlens, _flags(options), device_spec(g.device).sm_count)
+            results = launch(*_flat(g, beta, A_log, dt_bias), cu_seqlens, _flags(options))
         out_g, out_beta = (x.view(g.shape) for x in results)
         return out_g, out_beta
 
@@ -140,7 +140,7 @@ class _Gates(torch.autograd.Function):
         *inputs, cu_seqlens = ctx.saved_tensors
         g = inputs[0]
         with torch.no_grad(), on_device(g.device):
-            dg, dbeta = (x.float().contiguous().flatten(0, 1) for x in grad_outputs)
+            dg, dbeta = (aligned(x.float().flatten(0, 1)) for x in grad_outputs)
             results = launch(dg, dbeta, *_flat(*inputs), cu_seqlens, _flags(ctx.options), device_spec(g.device).sm_count)
             grads = [None if x is None or d is None else d.view(x.shape).to(x.dtype) for x, d in zip(inputs, results, strict=True)]
         return *only_once(grads, ctx.needs_input_grad[:4], g), None, None

@@ -41,9 +41,9 @@ def arguments(code):
 
 def test_one_function_and_no_more(variant):
     module, cfg, smem, code = variant
-    assert code.startswith(f"__launch_bounds__({module.THREADS}, 1)") and cfg.threads == module.THREADS
+    assert code.startswith(f"__launch_bounds__({module.THREADS}, {getattr(cfg, 'blocks_per_sm', 1)})") and cfg.threads == module.THREADS
     assert smem == cfg.smem_bytes == 0
-    assert static(code, "float") == ([2 * gates.THREADS] if cfg == gates.GatesConfig(backward=True) else [])
+    assert static(code, "float") == ([2 * gates.THREADS * launch.GATES_QUAD] if cfg == gates.GatesConfig(backward=True) else [])
     function = "differentiate" if cfg.backward else "activate" if module is gates else "normalize"
     assert len(re.findall(rf"::{function}\b", code)) == (1 if module is gates else 2)
 
@@ -70,7 +70,7 @@ def test_values_go_where_their_names_are(variant):
 
 def test_constants_agree():
     declared = dict(re.findall(r"\b(k\w+) = (\d+)(?=[,;])", SOURCES[gates]))
-    own = {"kThreads": gates.THREADS, "kAtOnce": launch.GATES_TOKENS_AT_ONCE}
+    own = {"kThreads": gates.THREADS, "kQuad": launch.GATES_QUAD, "kAtOnce": launch.GATES_TOKENS_AT_ONCE}
     options = {
         "kActivateGate": launch.ACTIVATE_GATE,
         "kHasBias": launch.HAS_BIAS,
@@ -89,18 +89,23 @@ def test_constants_agree():
     assert declared["kLanes"] * 8 == l2norm.HEAD_DIM, "eight elements of 16 bits a lane: 16-byte loads"
 
 
-@pytest.mark.parametrize("heads", [1, 3, 16, 64, 255, 256, 257, 1000])
+@pytest.mark.parametrize("most", [None, 1, 2], ids=["forward", "one block", "two blocks"])
+@pytest.mark.parametrize("heads", [1, 3, 4, 16, 64, 255, 256, 257, 1000, 1028])
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
-def test_each_element_has_one_thread(heads, tokens):
+def test_each_element_has_one_thread(heads, tokens, most):
     """The columns of gates.cuh, in Python: all (token, head) pairs once, for the launcher's number of blocks."""
-    blocks, seen = launch._gate_blocks(tokens, heads, 2), []
-    for group in range(-(-heads // gates.THREADS)):
-        width = min(gates.THREADS, heads - group * gates.THREADS)
+    blocks, groups = launch._gate_grid(tokens, heads, launch.GATES_TOKENS_AT_ONCE if most is None else 1)
+    blocks, seen = min(blocks, most or blocks), []
+    of_thread = launch.GATES_QUAD if heads % launch.GATES_QUAD == 0 else 1
+    for group in range(groups):
+        width = min(gates.THREADS, heads // of_thread - group * gates.THREADS)
         rows = gates.THREADS // width
         for block in range(blocks):
             for thread in range(rows * width):
-                first = block * rows + thread // width
-                seen += [(token, group * gates.THREADS + thread % width) for token in range(first, tokens, blocks * rows)]
+                first, unit = block * rows + thread // width, group * gates.THREADS + thread % width
+                own = range(first, tokens, blocks * rows)
+                assert most or len(own) <= launch.GATES_TOKENS_AT_ONCE, "forward has no loop"
+                seen += [(token, unit * of_thread + j) for token in own for j in range(of_thread)]
     assert len(seen) == len(set(seen)) == tokens * heads
 
 

@@ -21,8 +21,8 @@ pytestmark = [NAN_FILLED, pytest.mark.skipif(COMPILER is None, reason="needs g++
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 GRIDS = {
-    l2norm: lambda values: (values["num_blocks"], 2),
-    gates: lambda values: (values["num_blocks"], -(-values["HV"] // gates.THREADS)),
+    l2norm: lambda values: (values["num_blocks"], 2, 1),
+    gates: lambda values: (values["num_blocks"], values["groups"], 1),
 }
 
 
@@ -75,7 +75,7 @@ def test_rows_without_owner(offsets, rng):
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["dt_bias", "no dt_bias"])
 @pytest.mark.parametrize("twice", [False, True], ids=["beta", "2 beta"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 70, 3), (1, 40, 48), (1, 5, 300), (1, 2100, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 70, 3), (1, 40, 48), (1, 5, 300), (1, 3, 1028), (1, 2100, 8)], ids=str)
 def test_gates_and_beta(shape, twice, with_bias, rng):
     on_gpu.test_gates_and_beta(shape, twice, with_bias, rng)
 

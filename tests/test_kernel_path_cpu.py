@@ -106,9 +106,9 @@ class StandIns:
         mask = torch.ones(len(x), 1) if cu_seqlens is None else (torch.arange(len(x)) < cu_seqlens[-1]).unsqueeze(1)
         return [torch.where(mask > 0, value, 0) for value in values]
 
-    def gates(self, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms):
+    def gates(self, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options):
         self.launches.append("gates")
-        assert num_sms == SPEC.sm_count and raw_g.is_contiguous() and raw_beta.is_contiguous()
+        assert raw_g.is_contiguous() and raw_beta.is_contiguous()
         return self.owned(raw_g, cu_seqlens, *self.activated(raw_g, raw_beta, A_log, dt_bias, options)[:2])
 
     def gates_backward(self, dg, dbeta, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms):

@@ -20,7 +20,7 @@ def sizes(values):
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    return Emulated(cp_plan, cp_plan.CONFIGS[0], tmp_path_factory.mktemp("emulated"), lambda values: (1, 1), sizes)
+    return Emulated(cp_plan, cp_plan.CONFIGS[0], tmp_path_factory.mktemp("emulated"), lambda values: (1, 1, 1), sizes)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "equal"])

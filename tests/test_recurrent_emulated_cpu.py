@@ -28,7 +28,7 @@ def emulate(tmp_path_factory):
 
     @functools.cache
     def launcher(_, *form):
-        grid = lambda values: (values["num_seqs"] * values["heads"] * values["parts"], 1)  # noqa: E731
+        grid = lambda values: (values["parts"], values["heads"], values["seqs"])  # noqa: E731
         return Emulated(kernel, kernel.config_for(*form), tmp_path_factory.mktemp("emulated"), grid)
 
     return launcher
@@ -193,3 +193,15 @@ def test_every_number_of_warps(rng):
             warps,
         )  # fmt: skip
         assert torch.equal(o, expected[0]) and torch.equal(state, expected[1])
+
+
+def test_more_sequences_than_a_launch_takes(rng, monkeypatch):
+    """Their rows, and rows that none owns, are written by several launches."""
+    lengths = [1, 0, 3, 1, 2]
+    inputs = make_inputs(rng, sum(lengths) + 12, key_dim=16, value_dim=16, dtype=torch.float32)
+    start = make_state(rng, inputs, len(lengths))
+    options = {"beta": inputs.beta, "initial_state": start, "output_final_state": True, "cu_seqlens": cu_seqlens_of(lengths)}
+    expected = qla.fused_recurrent_gated_delta_rule(*inputs[:3], inputs.g, **options)
+    monkeypatch.setattr(launch, "SEQS_AT_ONCE", 2)
+    got = qla.fused_recurrent_gated_delta_rule(*inputs[:3], inputs.g, **options)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

@@ -4,17 +4,20 @@
     beta = sigmoid(raw beta), or twice that             or raw beta itself
     d raw g = -exp(A_log) sigmoid(raw g + dt_bias) dg,  dA_log = sum of dg g,  d dt_bias = sum of d raw g,    d raw beta = dbeta beta'
 
-All in fp32. Rows that no sequence owns are not read: g, beta and the gradients are 0 there.
+All in fp32. g, beta and the gradients are 0 in rows that no sequence owns, whatever the inputs hold there.
 
 Shapes   raw g, raw beta [N, HV] and A_log, dt_bias [HV] fp32, bf16 or fp16, each of its own, as bytes; g, beta, dg, dbeta [N, HV] fp32;
          gradients of the raw values in their types; sums [blocks, 2, HV] fp32, of dA_log and d dt_bias by block; cu [S + 1] int32.
          Types, options, N, HV, S are run-time values.
-Roles    one: 256 threads, each one head and every so many tokens; blockIdx.y picks 256 heads
+Roles    one: 256 threads, each four heads (one if HV is no multiple of 4) of two tokens, backward of every so many; blockIdx.y picks 256
+         such fours (ones)
 Shared memory, bytes
-    shared [2, 256] fp32    2048 (static), backward: sums of a block's threads
+    shared [2, 256, 4] fp32    8192 (static), backward: sums of a block's threads
 Barriers
     block sync, backward: before threads of one head are summed, in their order
-Schedule of four tokens    load | activate (or differentiate and add to the thread's sums) | store
+Schedule
+    forward     load | activate | store
+    backward    token: load the next one | differentiate and add to the thread's sums | store
 """
 
 from dataclasses import dataclass
@@ -23,10 +26,11 @@ import tilelang
 import tilelang.language as T
 
 from qla.kernels import ws
+from qla.kernels.launch import GATES_BLOCKS_PER_SM, GATES_QUAD
 from qla.kernels.launch import GATES_THREADS as THREADS
 from qla.kernels.ws import compile_kernel, device_source, once_per_config
 
-# Exponentials and logarithms as PyTorch has them: memory is what the time goes to.
+# Exponentials to the last bits: those of fast math lose them in large arguments.
 PASS_CONFIGS = {**ws.PASS_CONFIGS, tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: False}
 
 
@@ -42,6 +46,11 @@ class GatesConfig:
 
     threads = THREADS
     smem_bytes = 0
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """What registers have room for; backward also the number of blocks, of which each is a row in the sum over them."""
+        return GATES_BLOCKS_PER_SM if self.backward else 4
 
 
 CONFIGS = (GatesConfig(), GatesConfig(backward=True))
@@ -73,9 +82,11 @@ def forward_func():
         bias_type: T.int32,
         num_seqs: T.int32,
         num_blocks: T.int32,
+        groups: T.int32,
     ):
-        with T.Kernel(num_blocks, T.ceildiv(HV, THREADS), threads=THREADS) as (block, group):
+        with T.Kernel(num_blocks, groups, threads=THREADS) as (block, group):
             T.import_source(device_source(__file__))
+            T.annotate_min_blocks_per_sm(GatesConfig().blocks_per_sm)
             inputs = [T.access_ptr(x, "r") for x in (RawG, RawBeta, ALog, DtBias)]
             outputs = [T.access_ptr(x, "w") for x in (G, Beta)]
             form = (options, g_type, beta_type, A_type, bias_type)
@@ -108,10 +119,12 @@ def backward_func():
         A_type: T.int32,
         bias_type: T.int32,
         num_seqs: T.int32,
+        groups: T.int32,
     ):
-        with T.Kernel(num_blocks, T.ceildiv(HV, THREADS), threads=THREADS) as (block, group):
+        with T.Kernel(num_blocks, groups, threads=THREADS) as (block, group):
             T.import_source(device_source(__file__))
-            shared = T.alloc_shared((2 * THREADS,), "float32", scope="shared")
+            T.annotate_min_blocks_per_sm(GatesConfig(backward=True).blocks_per_sm)
+            shared = T.alloc_shared((2 * THREADS * GATES_QUAD,), "float32", scope="shared")
             inputs = [T.access_ptr(x, "r") for x in (DG, DBeta, RawG, RawBeta, ALog, DtBias)]
             outputs = [*(T.access_ptr(x, "w") for x in (DRawG, DRawBeta, Sums)), shared.data]
             form = (options, g_type, beta_type, A_type, bias_type)

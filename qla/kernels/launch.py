@@ -25,8 +25,9 @@ NORM_BLOCKS_PER_SM = 8
 
 # Of gates
 GATES_THREADS = 256
-GATES_TOKENS_AT_ONCE = 4  # of a thread
-GATES_BLOCKS_PER_SM = 8
+GATES_QUAD = 4  # heads of a thread, where HV is a multiple
+GATES_TOKENS_AT_ONCE = 2  # of a thread, forward
+GATES_BLOCKS_PER_SM = 3  # backward, each of which is a row in the sum over them
 ACTIVATE_GATE, HAS_BIAS, ACTIVATE_BETA, TWICE = 1, 2, 4, 8  # options; gates.cuh names the same
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements; gates.cuh names the same
 
@@ -36,10 +37,12 @@ KKT_BLOCKS_PER_SM = {2: 3, 4: 2}  # kk_slots -> blocks
 
 # Of recurrent
 QUAD = 4
-COLUMNS = 16  # of V a warp owns
-WARPS = 2
+COLUMNS = 8  # of V a warp owns
+WARPS = 4
+SEQS_AT_ONCE = 65535  # blocks in z
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the same enum is in recurrent.cuh
 KIND_BITS = 2
+G, A_LOG, DT_BIAS, GK, BETA, GV = range(6)  # places of kinds
 NORMALISE, SIGMOID, DOUBLE, BETA_PER_COLUMN, WITH_STATE, WITH_FINAL, WIDE_OFFSETS = (1 << i for i in range(7))  # flags
 
 
@@ -188,9 +191,10 @@ def l2norm_backward(dyq, dyk, yq, yk, rq, rk, num_sms) -> tuple[torch.Tensor, to
     return dq, dk
 
 
-def _gate_blocks(tokens: int, heads: int, num_sms: int) -> int:
-    rows = GATES_THREADS // min(GATES_THREADS, heads) * GATES_TOKENS_AT_ONCE
-    return max(1, min(-(-tokens // rows), GATES_BLOCKS_PER_SM * num_sms))
+def _gate_grid(tokens: int, heads: int, tokens_of_thread: int) -> tuple[int, int]:
+    """Blocks for all tokens, and for all heads."""
+    units = heads // GATES_QUAD if heads % GATES_QUAD == 0 else heads
+    return -(-tokens // (GATES_THREADS // min(GATES_THREADS, units) * tokens_of_thread)), -(-units // GATES_THREADS)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -211,19 +215,18 @@ def _gate_arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options):
     return [_bytes(x) for x in tensors], cu, (options, *(TYPES[x.dtype] for x in tensors), num_seqs)
 
 
-def gates(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms) -> tuple[torch.Tensor, torch.Tensor]:
+def gates(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options) -> tuple[torch.Tensor, torch.Tensor]:
     """g and beta, [N, HV] fp32; one launch on the current stream.
 
     Args:
-        raw_g, raw_beta: [N, HV], contiguous, N > 0, each fp32, bf16 or fp16.
+        raw_g, raw_beta: [N, HV], contiguous and 16-byte aligned, N > 0, each fp32, bf16 or fp16.
         A_log: [HV], likewise, or None: then g is raw_g. dt_bias: [HV], likewise, or None.
         cu_seqlens: int32 [S + 1] on the device, or None: then every row is owned.
         options: ACTIVATE_BETA for the sigmoid of beta, with TWICE for twice that; 0 for raw_beta itself.
-        num_sms: multiprocessors of the device.
     """
     g, beta = (torch.empty(raw_g.shape, dtype=torch.float32, device=raw_g.device) for _ in range(2))
     tensors, cu, form = _gate_arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    launcher("gates", False)(*tensors, cu, g, beta, *form, _gate_blocks(*raw_g.shape, num_sms))
+    launcher("gates", False)(*tensors, cu, g, beta, *form, *_gate_grid(*raw_g.shape, GATES_TOKENS_AT_ONCE))
     return g, beta
 
 
@@ -235,14 +238,16 @@ def gates_backward(
     One launch on the current stream, and a sum over its blocks if there is an A_log.
 
     Args:
-        dg, dbeta: [N, HV] fp32, contiguous: gradients of the results of `gates`.
+        dg, dbeta: [N, HV] fp32, contiguous and 16-byte aligned: gradients of the results of `gates`.
+        num_sms: multiprocessors of the device.
         The others as given to `gates`.
     """
     draw_g, draw_beta = torch.empty_like(raw_g), torch.empty_like(raw_beta)
     tensors, cu, form = _gate_arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    blocks = _gate_blocks(*raw_g.shape, num_sms)
+    blocks, groups = _gate_grid(*raw_g.shape, 1)
+    blocks = min(blocks, GATES_BLOCKS_PER_SM * num_sms)
     sums = torch.empty(blocks, 2, raw_g.shape[1], dtype=torch.float32, device=raw_g.device)
-    launcher("gates", True)(dg, dbeta, *tensors, cu, _bytes(draw_g), _bytes(draw_beta), sums, *form)
+    launcher("gates", True)(dg, dbeta, *tensors, cu, _bytes(draw_g), _bytes(draw_beta), sums, *form, groups)
     if A_log is None:
         return draw_g, draw_beta, None, None
     dA_log, dbias = sums.sum(0)
@@ -616,7 +621,7 @@ def recurrent(
     double: bool,
     warps: int = WARPS,
 ) -> None:
-    """The recurrence over all tokens; one launch on the current stream, no host synchronisation.
+    """The recurrence over all tokens; one launch on the current stream for up to 65535 sequences, no host synchronisation.
 
     Args:
         q, k: [B, T, H, K] bf16, fp16 or fp32, K a multiple of 4, at most 128; any strides (`token_rows`).
@@ -635,7 +640,7 @@ def recurrent(
     batch, length, key_heads, key_dim = k.shape
     heads, value_dim = v.shape[2:]
     (q_flat, q_step), (k_flat, k_step), (v_flat, v_step) = (token_rows(x) for x in (q, k, v))
-    small = [None if x is None else x.contiguous() for x in (g, beta, gk, gv, A_log, dt_bias)]
+    small = [None if x is None else x.contiguous() for x in (g, A_log, dt_bias, gk, beta, gv)]
     kinds = sum(KINDS[x.dtype] << (KIND_BITS * place) for place, x in enumerate(small) if x is not None)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -654,29 +659,37 @@ def recurrent(
     states = [x if x is not None else other if other is not None else absent for x, other in (
         (initial_state, final_state), (final_state, initial_state),
     )]  # fmt: skip
-    form = (q.dtype, bool(state_v_first), warps)
-    launcher("recurrent", *form)(
-        q_flat,
-        k_flat,
-        v_flat,
-        o.view(-1),
-        *(x.view(-1) for x in states),
-        *(0 if x is None else x.data_ptr() for x in (*small, cu_seqlens)),
-        kinds,
-        flags,
-        q_step // QUAD,
-        k_step // QUAD,
-        v_step // QUAD,
-        key_dim // QUAD,
-        value_dim // QUAD,
-        heads,
-        heads // key_heads,
-        num_seqs,
-        seq_len,
-        batch * length,
-        -(-value_dim // (warps * COLUMNS)),
-        scale,
-    )
+    launch = launcher("recurrent", q.dtype, bool(state_v_first), warps)
+    for first_seq in range(0, num_seqs, SEQS_AT_ONCE):
+        launch(
+            q_flat,
+            k_flat,
+            v_flat,
+            o.view(-1),
+            *(x.view(-1) for x in states),
+            *(0 if x is None else x.data_ptr() for x in (*small, cu_seqlens)),
+            kinds,
+            flags,
+            q_step // QUAD,
+            k_step // QUAD,
+            v_step // QUAD,
+            key_dim // QUAD,
+            value_dim // QUAD,
+            heads,
+            key_share(key_heads, heads),
+            num_seqs,
+            first_seq,
+            min(num_seqs - first_seq, SEQS_AT_ONCE),
+            seq_len,
+            batch * length,
+            -(-value_dim // (warps * COLUMNS)),
+            scale,
+        )
+
+
+def key_share(key_heads: int, heads: int) -> int:
+    """What a head's number is multiplied with for that of its key head: 2^30 times their ratio, rounded up."""
+    return -((-key_heads << 30) // heads)
 
 
 def token_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -692,7 +705,7 @@ def token_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
         by_batch, by_token, by_head, by_element = x.stride()
         step = by_token if length > 1 else by_batch if batch > 1 else row
         even = (dim == 1 or by_element == 1) and (heads == 1 or by_head == dim)
-        even = even and (batch == 1 or length == 1 or by_batch == length * by_token) and step % QUAD == 0
+        even = even and (batch == 1 or length == 1 or by_batch == length * by_token) and step % QUAD == 0 and step < QUAD << 31
     if not even or x.data_ptr() % (QUAD * x.element_size()):
         x, step = x.clone(memory_format=torch.contiguous_format), row
     return x.as_strided(((batch * length - 1) * step + row,), (1,)), step
