@@ -61,11 +61,11 @@ Barriers
     out_ready    QUERIES, KEYS  IO 2              256; one for each place of keys
     tail         IO 0           IO 0              32: tiles of a chunk that is not whole are cleaned before they are handed on
 Schedule of one head (| separates what runs while wgmma is in flight)
-    QUERIES  wait gates, vd, dw | dW to registers, release dw, dW Vd^T, K K^T | F, sums | wait do | dO to registers, release do, dP, Q K^T |
+    QUERIES  wait gates, vd, dw | dW to registers, dW Vd^T, release dw, K K^T | F, sums | wait do | dO to registers, dP, release do, Q K^T |
              wait pairs, F to f | release vd | E, sums, E to e, commit pairs | dQ += E K, wait s, dO S^T by halves of K |
              dQ +=, sums | release s, gates, store and commit sums
-    KEYS     wait gates, vd, ds | Vd dS^T by halves of K | dK +=, sums | release ds, vd, wait dw, dW to registers, release dw, wait s,
-             dW S^T by halves | dK +=, dK -=, sums | release s, store and commit sums | wait pairs | dK += E^T Q + F K + F^T K |
+    KEYS     wait gates, vd, ds | Vd dS^T by halves of K | dK +=, sums | release gates, ds, vd, wait dw, dW to registers, wait s,
+             dW S^T by halves, release dw | dK +=, dK -=, sums | release s, store and commit sums | wait pairs | dK += E^T Q + F K + F^T K |
              release pairs
     VALUES   load V | wait gates, dw | dV, sums | release dw, gates, wait ds, s | <S, dS> | release ds, s, commit sums
     IO 0     at the beginning of a unit q and k, then for each head, as places become free: vd | dw | do; IO 1: gates | ds | s
@@ -187,9 +187,9 @@ def queries_head(cfg, s, x, rings, last, n, hh, tx):
     rings.dw.wait(hh)
     T.call_extern("int32", "qla_load_plain", tile(s.dw, 0, 0), x.A0.data, tx)
     T.call_extern("int32", "qla_load_plain", tile(s.dw, 1, 0), x.A1.data, tx)
-    rings.dw.release(hh)
     T.wgmma_gemm(x.A0, s.vd[hh % 2, :, 0:HALF], x.X, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     T.wgmma_gemm(x.A1, s.vd[hh % 2, :, HALF:HEAD_DIM], x.X, transpose_B=True, policy=FULL_ROW)
+    rings.dw.release(hh)  # not before the products have it: what is still on its way to registers, TMA would overwrite
     T.wgmma_gemm(s.k[n % 2, :, :], s.k[n % 2, :, :], x.Y, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     rings.sums.acquire(hh)
     ready(x.X, 0)
@@ -200,11 +200,11 @@ def queries_head(cfg, s, x, rings, last, n, hh, tx):
     rings.do.wait(hh)
     T.call_extern("int32", "qla_load_plain", tile(s.do, 0, 0), x.A0.data, tx)
     T.call_extern("int32", "qla_load_plain", tile(s.do, 1, 0), x.A1.data, tx)
-    rings.do.release(hh)
     head = anew(hh % 2)
     unit = anew(n % 2)
     T.wgmma_gemm(x.A0, s.vd[head, :, 0:HALF], x.X, transpose_B=True, policy=FULL_ROW, clear_accum=True)  # dP
     T.wgmma_gemm(x.A1, s.vd[head, :, HALF:HEAD_DIM], x.X, transpose_B=True, policy=FULL_ROW)
+    rings.do.release(hh)
     T.wgmma_gemm(s.q[unit, :, :], s.k[unit, :, :], x.Y, transpose_B=True, policy=FULL_ROW, clear_accum=True)
     rings.pairs.acquire(hh)
     T.call_extern("int32", "qla_store_plain", x.P.data, tile(s.f, 0), tx)
@@ -243,7 +243,6 @@ def keys_head(cfg, s, x, rings, last, n, hh, tx):
     """dK of one head."""
     rings.gates.wait(hh)
     T.evaluate(device("read_rows", at(s.g, hh % 4, 0), at(s.beta, hh % 4, 0), x.rows.data, x.sums.data, tx))
-    rings.gates.release(hh)
     rings.vd.wait(hh)
     rings.ds.wait(hh)
     T.wgmma_gemm(s.vd[hh % 2, :, :], s.ds[:, 0:HALF], x.X, policy=FULL_ROW, clear_accum=True)
@@ -251,16 +250,17 @@ def keys_head(cfg, s, x, rings, last, n, hh, tx):
     ready(x.X, 1)
     key = (x.rows.data, x.sums.data, tx)
     T.evaluate(device(f"add_written<{cfg.is_half}>", x.D0.data, x.X.data, tile(s.k, 0, n % 2), *key))
+    rings.gates.release(hh)
     ready(x.Y, 0)
     rings.ds.release(hh)
     rings.vd.release(hh)
     rings.dw.wait(hh)
     T.call_extern("int32", "qla_load_plain", tile(s.dw, 0, 0), x.A0.data, tx)
     T.call_extern("int32", "qla_load_plain", tile(s.dw, 1, 0), x.A1.data, tx)
-    rings.dw.release(hh)
     rings.s.wait(hh)
     T.wgmma_gemm(x.A0, s.s[0:HALF, 0:HALF], x.X, policy=FULL_ROW, clear_accum=True)
     T.wgmma_gemm(x.A1, s.s[HALF:HEAD_DIM, 0:HALF], x.X, policy=FULL_ROW)
+    rings.dw.release(hh)
     T.evaluate(device(f"add_written<{cfg.is_half}>", x.D1.data, x.Y.data, tile(s.k, 1, n % 2), *key))
     T.wgmma_gemm(x.A0, s.s[0:HALF, HALF:HEAD_DIM], x.Y, policy=FULL_ROW, clear_accum=True)
     T.wgmma_gemm(x.A1, s.s[HALF:HEAD_DIM, HALF:HEAD_DIM], x.Y, policy=FULL_ROW)

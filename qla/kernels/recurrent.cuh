@@ -65,15 +65,16 @@ template <typename T> static __device__ __forceinline__ long long quad_at(const 
   return once(reinterpret_cast<long long>(array) + (long long)(4 * sizeof(T)) * i);
 }
 
-// Quads of states, each read and written once: no cache needs to keep them. Into registers n to n + 3, zeros where nothing is wanted.
+// Quads of states, each read and written once; hints that no cache need keep them (ld.cs, st.cs) made large batches slower. Into registers
+// n to n + 3, zeros where nothing is wanted.
 static __device__ __forceinline__ int load_state(float* to, int n, long long first, int further, bool wanted) {
   float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (wanted) x = __ldcs(reinterpret_cast<const float4*>(first) + further);
+  if (wanted) x = __ldg(reinterpret_cast<const float4*>(first) + further);
   to[n] = x.x, to[n + 1] = x.y, to[n + 2] = x.z, to[n + 3] = x.w;
   return 0;
 }
 static __device__ __forceinline__ int store_state(const float* from, int n, long long first, int further, bool wanted) {
-  if (wanted) __stcs(reinterpret_cast<float4*>(first) + further, make_float4(from[n], from[n + 1], from[n + 2], from[n + 3]));
+  if (wanted) reinterpret_cast<float4*>(first)[further] = make_float4(from[n], from[n + 1], from[n + 2], from[n + 3]);
   return 0;
 }
 
