@@ -141,7 +141,7 @@ __device__ __forceinline__ int activate(
       }
       if (options & kActivateBeta) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) value[j] = factor * sigmoid(value[j], exp_minus_abs(value[j]));
+        for (int j = 0; j < W; ++j) value[j] = factor / (1.f + expf(-value[j]));  // PyTorch's bits: beta may come from there as well
       }
 #pragma unroll
       for (int j = 0; j < W; ++j) {
