@@ -19,7 +19,7 @@ wheel: $(STAMP)
 	rm -rf build/wheel
 	mkdir -p build/wheel
 	cp -R pyproject.toml setup.py README.md LICENSE qla build/wheel/
-	$(VENV)/bin/python -m qla.aot --pack build/wheel/qla/kernels/compiled.tar.xz
+	$(VENV)/bin/python -m qla.aot --pack build/wheel/qla/kernels/compiled
 	$(VENV)/bin/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist build/wheel
 
 # Installed in place, so only a change of the metadata or of the pinned versions installs again.

@@ -1,14 +1,14 @@
 """Times of a decoding step beside fla's: JSON lines and a table.
 
     python bench/decode.py                                         batches 1 to 256, 16/64 and 2/8 heads, 1 and 4 tokens
-    python bench/decode.py --batches 1,256 --heads 16/64 --tokens 1 --warps 1,4,8
+    python bench/decode.py --batches 1,256 --heads 16/64 --tokens 1 --warps 1,2,8
     python bench/decode.py --show bench/results/decode.jsonl       the table of what was recorded; needs no GPU
 
 A step has a state [128, 128] in float32 for each sequence and value head, read and written once; q and k are normalised in the kernel.
 Times are those of bench/timing.py, host_us is what a call costs the host outside a graph. Each provider's o and final state are checked
 against float64 on the first and the last sequence before anything is timed: a row on which qla fails is not reported, and the exit status
 is 1; a peer that fails is noted and left out. GB/s counts the states and the inputs, once each way. --warps times our kernel with other
-numbers of warps a block as well ("qla:4").
+numbers of warps a block as well ("qla:2").
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def make_case(batch: int, tokens: int, heads: tuple[int, int], device: str = "cu
 
 
 def step_of(provider: str, case: DecodeCase) -> Step:
-    """The step as a call of the provider's public function; "qla:4" is our kernel with 4 warps a block."""
+    """The step as a call of the provider's public function; "qla:2" is our kernel with 2 warps a block."""
     name, _, warps = provider.partition(":")
     if name == OWN and warps:
-        from qla.kernels.recurrent import recurrent
+        from qla.kernels.launch import recurrent
 
         o, final_state = torch.empty_like(case.v), torch.empty_like(case.state)
         batch, tokens = case.v.shape[:2]

@@ -1,6 +1,7 @@
 """Coefficients of AutoCP's cost model (qla/costs.py) from measured times of the kernels.
 
     python bench/fit_autocp.py --measure --budget 120           on a Hopper GPU; appends to bench/results/autocp_rows.jsonl
+    python bench/fit_autocp.py --lines FILE ..                  as well from what bench/run.py --direction bwd --kernels recorded
     python bench/fit_autocp.py --fit bench/results/autocp_rows.jsonl --out qla/autocp_coefficients.json
 
 A row is one kernel of one call, or what the call takes beyond its kernels ("launch"), a JSON object with the keys
@@ -19,7 +20,7 @@ A row is one kernel of one call, or what the call takes beyond its kernels ("lau
     kept         whether it found kept what segments start from; false if missing
     num_sms      multiprocessors of the card; 132 if missing
 
-and any others, which are ignored.
+and any others; commit and date say which rows are those of a kernel's last measurement, and only these are fitted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from bench.cases import Case, make_case  # noqa: E402
 from bench.facts import append_line, environment, read_lines  # noqa: E402
 from bench.kernels import ASSUMED, backward_kernel_calls, kernel_calls, problem_of  # noqa: E402
 from bench.providers import own_call  # noqa: E402
-from bench.shapes import Shape  # noqa: E402
+from bench.shapes import Shape, parse_shape  # noqa: E402
 from bench.timing import Runnable, Start, Timing, at_once, make_runnable, time_interleaved  # noqa: E402
 from qla import autocp, costs  # noqa: E402
 from qla.autocp import WHOLE, Coefficients, Gates, Plan, Problem  # noqa: E402
@@ -60,6 +61,7 @@ SHAPES = tuple(
 )
 # Those whose backward pass is measured, too: one slice of heads in each, as its kernels are timed.
 BACKWARD_HEADS = ("2/8", "16/32")
+EVERY_BACKWARD = ("scan_states", "scan_state_gradients", "bwd_fused")  # kernels
 
 Table = dict[str, dict[str, float]]
 
@@ -249,9 +251,71 @@ def measure(path: Path, budget: float) -> int:
     return 0
 
 
-def write_fit(rows: Sequence[Mapping[str, Any]], out: Path | None) -> int:
+def rows_of_lines(lines: Iterable[Mapping[str, Any]], idle_us: float) -> list[dict[str, Any]]:
+    """Rows of the kernels that every backward pass has, from lines of bench/run.py --direction bwd --kernels: that of a call, which has
+    its plan, stands before those of its kernels.
+
+    idle_us: what a graph of a kernel that does nothing takes.
+    """
+    rows, plan = [], WHOLE
+    for line in lines:
+        name, _, kernel = line["provider"].partition(":")
+        if name == "qla" and not kernel:
+            plan = Plan(**line["plan"]).of_backward if "plan" in line else WHOLE
+        if kernel not in EVERY_BACKWARD:
+            continue
+        shape = parse_shape(f"{line['hk']}/{line['hv']}:{line['lengths']}")
+        problem, lengths = problem_of(shape), list(shape.sequence_lengths)
+        us = line["ms"] * 1e3
+        rows.append({
+            "kernel": kernel, "hk": line["hk"], "hv": line["hv"], "lengths": lengths, "seq_len": problem.seq_len,
+            "gates": asdict(ASSUMED[line["gates"]]), "plan": asdict(plan), "backward": True, "kept": keeps_segment_states(problem, plan),
+            "us": round(us - idle_us, 3), "measured_us": round(us, 3), "idle_us": idle_us,
+            **{key: line[key] for key in ("gpu", "torch", "tilelang", "commit", "date")},
+        })  # fmt: skip
+    return rows
+
+
+def add_lines(paths: Sequence[Path], results: Path) -> int:
+    """--lines: appends rows to `results`, which has the time of an idle kernel."""
+    idle_us = [row["idle_us"] for row in read_lines([results]) if "idle_us" in row][-1]
+    rows = rows_of_lines(read_lines(paths), idle_us)
+    for row in rows:
+        append_line(results, row)
+    print(f"{len(rows)} lines in {results}")
+    return 0
+
+
+def last_measured(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the commit at which each kernel, of either direction, was measured last."""
+    kept: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row.get("date", "")):
+        of_kernel = kept.setdefault((row["kernel"], row.get("backward", False)), [])
+        if of_kernel and of_kernel[-1].get("commit") != row.get("commit"):
+            of_kernel.clear()
+        of_kernel.append(row)
+    return [row for of_kernel in kept.values() for row in of_kernel]
+
+
+def scaled(rows: Sequence[Mapping[str, Any]], start: Coefficients | None = None) -> Table:
+    """The coefficients with one factor for all of a kernel: the mean of what its rows took over what was expected of them.
+
+    For a kernel that changed and was measured on too few kinds of shapes for each coefficient by itself.
+    """
+    table: Table = {kernel: dict(row) for kernel, row in (start or Coefficients.load()).us.items()}
+    for kernel, before in table.items():
+        ratios = [
+            row["us"] / sum(before[name] * count for name, count in row_features(row).items()) for row in rows if row["kernel"] == kernel
+        ]
+        if ratios:
+            table[kernel] = {name: value * statistics.fmean(ratios) for name, value in before.items()}
+    return table
+
+
+def write_fit(rows: Sequence[Mapping[str, Any]], out: Path | None, kernels: Container[str] = FEATURES, scale: bool = False) -> int:
     """--fit: the coefficients into `out`, or printed."""
-    text = format_table(fit(rows))
+    rows = [row for row in last_measured(rows) if row["kernel"] in kernels]
+    text = format_table(scaled(rows) if scale else fit(rows))
     table = json.loads(text)
     Coefficients(table)  # refuses what the planner would not load
     for kernel, errors in relative_errors(rows, table).items():
@@ -267,12 +331,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measures what AutoCP's cost model is made of, and fits its coefficients.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--measure", action="store_true", help="time kernels and calls on this GPU")
+    what.add_argument("--lines", type=Path, nargs="+", metavar="FILE", help="lines of bench/run.py --direction bwd --kernels")
     what.add_argument("--fit", type=Path, metavar="ROWS", help="JSON lines, one measured kernel each")
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"where --measure appends its lines (default: {RESULTS.name})")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"where --measure and --lines append (default: {RESULTS.name})")
+    parser.add_argument("--kernels", default=",".join(FEATURES), help="the kernels that --fit fits; coefficients of others stay")
+    parser.add_argument("--scale", action="store_true", help="--fit fits one factor for each kernel, on the coefficients as they are")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which --measure begins no further measurement")
     parser.add_argument("--out", type=Path, help="coefficients file for --fit to write; without it they are printed")
     args = parser.parse_args(argv)
-    return measure(args.results, args.budget) if args.measure else write_fit(list(read_lines([args.fit])), args.out)
+    if args.lines:
+        return add_lines(args.lines, args.results)
+    return (
+        measure(args.results, args.budget)
+        if args.measure
+        else write_fit(list(read_lines([args.fit])), args.out, args.kernels.split(","), args.scale)
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def serial_chunks(lengths: Sequence[int], blocks_per_sequence: int, num_sms: int
 
 def block_columns(items: int, num_sms: int) -> int:
     """Columns of V a block of the fused kernel owns, as its launcher chooses."""
-    from qla.kernels.fwd_fused import choose_block_v
+    from qla.kernels.launch import choose_block_v
 
     return int(choose_block_v(items, num_sms))
 
@@ -92,7 +92,7 @@ def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
     if not x.is_cut:
         return made
     from qla.autograd import LOG2E
-    from qla.kernels.cp_plan import cp_plan
+    from qla.kernels.launch import cp_plan
 
     cu_seqlens, num_seqs, seq_len = x.place
     num_segments = plan.num_segments(num_seqs, tokens, seq_len)
@@ -107,8 +107,7 @@ def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
     made.forward, made.reverse, made.order = find_items()
     if not plan.needs_states:
         return made
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_states
+    from qla.kernels.launch import cp_merge, prepare_states
 
     items = made.forward
     states = made.states = x.v.new_empty(*items.shape[:2], 128, 128, dtype=torch.float32)
@@ -132,8 +131,7 @@ def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
 
 def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     """Each forward kernel alone on the case, in the order of their launch, with what the kernels before it have made."""
-    from qla.kernels.fwd_fused import fwd_fused
-    from qla.kernels.kkt_solve import kkt_solve
+    from qla.kernels.launch import fwd_fused, kkt_solve
 
     x = _inputs(case, plan)
     o = torch.empty_like(x.v)
@@ -156,11 +154,7 @@ def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
 
 def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     """Each kernel of a backward pass alone on the case, in the order of launch, all heads in one slice, no gradient of the final state."""
-    from qla.kernels.bwd_fused import bwd_fused
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_state_gradients, scan_state_gradients, scan_states
-    from qla.kernels.kkt_solve import kkt_solve
-    from qla.kernels.ws import num_slots
+    from qla.kernels.launch import bwd_fused, cp_merge, kkt_solve, num_slots, prepare_state_gradients, scan_state_gradients, scan_states
 
     plan = plan.of_backward
     x = _inputs(case, plan)
@@ -170,6 +164,7 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     state_shape = (num_slots(len(x.q), *x.place[1:]), case.shape.hv, 128, 128)
     states, state_grads = torch.empty(2, *state_shape, dtype=x.q.dtype, device=x.q.device)
     gradients = [torch.empty_like(tensor) for tensor in (x.q, x.k, x.v, g_cum, x.beta)]
+    vd, dw = torch.empty(2, *x.v.shape, dtype=x.v.dtype, device=x.v.device)
     start_grads = None if made.transitions is None else torch.empty_like(made.states)
     gates = (g_cum, x.beta, A)
 
@@ -180,16 +175,16 @@ def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
         cp_merge(start_grads, made.transitions, made.forward, x.place[0], len(x.v), *x.place[1:], plan.chunks_per_segment, reverse=True)
 
     def scan() -> None:
-        scan_states(x.k, x.v, *gates, states, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
+        scan_states(x.k, x.v, *gates, states, vd, 0, None, *x.place, False, x.num_sms, items=made.forward, segment_states=made.states)
 
     def reverse_scan() -> None:
         scan_state_gradients(
-            x.q, x.k, do, *gates, state_grads, 0, None, None, case.scale, *x.place, False, x.num_sms,
+            x.q, x.k, do, *gates, state_grads, dw, 0, None, None, case.scale, *x.place, False, x.num_sms,
             items=made.reverse, segment_states=start_grads,
         )  # fmt: skip
 
     def fused() -> None:
-        bwd_fused(x.q, x.k, x.v, *gates, do, states, state_grads, *gradients, 0, case.scale, *x.place, x.num_sms)
+        bwd_fused(x.q, x.k, x.v, g_cum, x.beta, vd, do, dw, states, state_grads, *gradients, 0, case.scale, *x.place, x.num_sms)
 
     own: Calls = {"scan_states": scan, "scan_state_gradients": reverse_scan}
     if start_grads is not None:

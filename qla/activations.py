@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qla.autograd import ALIGNMENT, aligned, only_once, readable
-from qla.device import device_spec
+from qla.device import device_spec, on_device
 
 L2NORM_EPS = 1e-6  # inside the root, as fla has it: a zero row stays zero
 VECTOR = 8  # elements of 16 bits that a thread loads at once
@@ -95,9 +95,9 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        from qla.kernels.l2norm import l2norm as launch
+        from qla.kernels.launch import l2norm as launch
 
-        with torch.cuda.device(q.device):
+        with on_device(q.device):
             yq, yk, rq, rk = launch(_rows(q), _rows(k), cu_seqlens, L2NORM_EPS, device_spec(q.device).sm_count)
         yq, yk = yq.view(q.shape), yk.view(k.shape)
         ctx.save_for_backward(yq, yk, rq, rk)
@@ -105,10 +105,10 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        from qla.kernels.l2norm import l2norm_backward as launch
+        from qla.kernels.launch import l2norm_backward as launch
 
         yq, yk, rq, rk = ctx.saved_tensors
-        with torch.no_grad(), torch.cuda.device(yq.device):
+        with torch.no_grad(), on_device(yq.device):
             tensors = (*(aligned(x.flatten(0, 1)) for x in grad_outputs), yq.flatten(0, 1), yk.flatten(0, 1), rq, rk)
             grads = [x.view(yq.shape) for x in launch(*tensors, device_spec(yq.device).sm_count)]
         return *only_once(grads, ctx.needs_input_grad[:2], yq), None
@@ -127,30 +127,30 @@ class _Gates(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         options: GateOptions,
     ) -> tuple[Tensor, Tensor]:
-        from qla.kernels.gates import gates as launch
+        from qla.kernels.launch import gates as launch
 
         ctx.save_for_backward(g, beta, A_log, dt_bias, cu_seqlens)
         ctx.options = options
-        with torch.cuda.device(g.device):
-            results = launch(*_flat(g, beta, A_log, dt_bias), cu_seqlens, _flags(options), device_spec(g.device).sm_count)
+        with on_device(g.device):
+            results = launch(*_flat(g, beta, A_log, dt_bias), cu_seqlens, _flags(options))
         out_g, out_beta = (x.view(g.shape) for x in results)
         return out_g, out_beta
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        from qla.kernels.gates import gates_backward as launch
+        from qla.kernels.launch import gates_backward as launch
 
         *inputs, cu_seqlens = ctx.saved_tensors
         g = inputs[0]
-        with torch.no_grad(), torch.cuda.device(g.device):
-            dg, dbeta = (x.float().contiguous().flatten(0, 1) for x in grad_outputs)
+        with torch.no_grad(), on_device(g.device):
+            dg, dbeta = (aligned(x.float().flatten(0, 1)) for x in grad_outputs)
             results = launch(dg, dbeta, *_flat(*inputs), cu_seqlens, _flags(ctx.options), device_spec(g.device).sm_count)
             grads = [None if x is None or d is None else d.view(x.shape).to(x.dtype) for x, d in zip(inputs, results, strict=True)]
         return *only_once(grads, ctx.needs_input_grad[:4], g), None, None
 
 
 def _flags(options: GateOptions) -> int:
-    from qla.kernels.gates import ACTIVATE_BETA, TWICE
+    from qla.kernels.launch import ACTIVATE_BETA, TWICE
 
     return (ACTIVATE_BETA if options.sigmoid else 0) | (TWICE if options.twice else 0)
 

@@ -1,20 +1,20 @@
 """Compiles every variant ahead of time, on a machine that needs no GPU, and reports what the compiler made of it.
 
     python -m qla.aot --out DIR
-    python -m qla.aot --pack FILE
+    python -m qla.aot --pack DIR
 
 DIR then holds TileLang's cache: with TILELANG_CACHE_DIR=DIR a machine with a GPU starts without compiling. Printed for each
 variant: registers, spilled bytes, shared memory, compile time, and for warp-specialised kernels the same by role where
 nvdisasm is found (CUDA's, or the one of the package nvidia-cuda-nvdisasm). The exit status is 1 if a role that computes
 spills more than its config explains, or if something spills and nobody knows where; a producer that spills costs little.
 
-FILE is the archive of all variants that a wheel carries (``make wheel``; qla/kernels/carried.py), built anew and without reports.
+With --pack, DIR is the folder of all variants that a wheel carries (``make wheel``; qla/kernels/carried.py), built anew and without
+reports, or taken from a cache that is named (--cache).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -230,17 +230,34 @@ def compile_all(only: str, jobs: int, keep: Path | None) -> Iterator[Report]:
         yield Report(cfg.name, int(cfg.threads), int(cfg.smem_bytes), seconds[cfg.name], resources, roles, explained)
 
 
-def pack_all(only: str, jobs: int, archive: Path) -> int:
-    """Builds the variants in a folder of their own, so that nothing stale gets in, and packs them. Returns their number."""
-    with tempfile.TemporaryDirectory() as folder:
+def pack_all(only: str, jobs: int, out: Path, cache: Path | None) -> int:
+    """Builds the variants in a folder of their own, or in this cache, and packs them. Returns their number."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = cache or Path(scratch)
         # Read by TileLang whenever it looks for a kernel.
-        os.environ["TILELANG_CACHE_DIR"] = folder
+        os.environ["TILELANG_CACHE_DIR"] = str(folder.resolve())
         if not build_all(only, jobs):
             return 0
         from qla.kernels import carried
 
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        return int(carried.pack(Path(folder), archive, importlib.metadata.version("tilelang"), nvcc_version()))
+        return int(carried.pack(libraries(folder, only), out, nvcc_version()))
+
+
+def libraries(cache: Path, only: str = "") -> dict[str, Path]:
+    """The libraries of the variants, which are built, in a cache of TileLang's. Raises RuntimeError if one is not there.
+
+    A kernel that TileLang has loaded knows its library. One that it has compiled in this process does not: it lies beside the CUDA C++
+    that was generated for it.
+    """
+    sources = {(path.parent / "device_kernel.cu").read_text(): path.parent for path in cache.rglob("manifest.json")}
+    found: dict[str, Path] = {}
+    for module, cfg in variants(only):
+        kernel = module.build(cfg)
+        path = Path(getattr(kernel.adapter, "libpath", None) or sources.get(kernel.get_kernel_source(), cache) / "executable.so")
+        if not path.is_file() or cache.resolve() not in path.resolve().parents:
+            raise RuntimeError(f"{cfg.name} is not in {cache}")
+        found[cfg.name] = path
+    return found
 
 
 def nvcc_version() -> str:
@@ -257,7 +274,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qla.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, metavar="DIR", help="where the compiled kernels go (a TILELANG_CACHE_DIR)")
-    target.add_argument("--pack", type=Path, metavar="FILE", help="write the archive that a wheel carries instead")
+    target.add_argument("--pack", type=Path, metavar="DIR", help="write the folder that a wheel carries instead")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="with --pack: a TILELANG_CACHE_DIR to take kernels from")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the variants whose name holds TEXT")
     parser.add_argument("--jobs", type=int, default=cpus(), metavar="N", help="processes at a time (default: one for each CPU)")
     parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep generated source, cubin and machine code there")
@@ -268,9 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     started = time.monotonic()
     if args.pack is not None:
-        count = pack_all(args.only, args.jobs, args.pack)
-        size = f"{args.pack}, {args.pack.stat().st_size / 1e6:.1f} MB" if count else "nothing"
-        print(f"{count} variants in {time.monotonic() - started:.0f} s: {size}")
+        count = pack_all(args.only, args.jobs, args.pack, args.cache)
+        size = sum(path.stat().st_size for path in args.pack.iterdir()) if count else 0
+        print(f"{count} variants in {time.monotonic() - started:.0f} s: {args.pack}, {size / 1e6:.1f} MB")
         return 0 if count else 1
     os.environ["TILELANG_CACHE_DIR"] = str(args.out.resolve())
     reports = list(compile_all(args.only, args.jobs, args.keep))

@@ -12,6 +12,7 @@ from torch import Tensor
 from qla import activations, ops, reference
 from qla.autocp import WHOLE, Plan
 from qla.autograd import (
+    ALIGNMENT,
     Call,
     Recurrence,
     RecurrentInputs,
@@ -23,6 +24,7 @@ from qla.autograd import (
     recurrent_gated_delta_rule,
 )
 from qla.checks import (
+    KERNEL_DIMS,
     Problem,
     check_cu_seqlens_values,
     check_inputs,
@@ -101,19 +103,24 @@ def chunk_gated_delta_rule(
     """
     if cp_context is not None:
         raise NotImplementedError("cp_context: qla does not support context parallelism over several GPUs; pass cp_context=None.")
-    state_v_first = _state_layout(state_v_first, kwargs)
-    _check_known_options(kwargs)
-    _check_auto_cp(auto_cp)
+    A_log = dt_bias = None
+    if kwargs:
+        state_v_first = _state_layout(state_v_first, kwargs)
+        _check_known_options(kwargs)
+    if auto_cp is not True:
+        _check_auto_cp(auto_cp)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
     problem = check_inputs(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
     scale = check_scale(scale, problem.key_dim)
 
-    A_log, dt_bias = _gate_parameters(kwargs, g)
+    if kwargs:
+        A_log, dt_bias = _gate_parameters(kwargs, g)
 
     reason = unsupported_reason(q, k, v)
-    by_kernel = reason is None and not torch.compiler.is_compiling()
-    offsets = _offsets_on_device(cu_seqlens, q) if by_kernel else cu_seqlens
+    compiling = torch.compiler.is_compiling()
+    by_kernel = reason is None and not compiling
+    offsets = cu_seqlens if cu_seqlens is None or not by_kernel else _offsets_on_device(cu_seqlens, q)
     if use_qk_l2norm_in_kernel:
         q, k = activations.l2norm_by_kernel(_pad(q, 1), _pad(k, 1), offsets) if by_kernel else activations.l2norm(q, k, offsets)
     if use_beta_sigmoid_in_kernel or A_log is not None:
@@ -127,15 +134,15 @@ def chunk_gated_delta_rule(
         return chunked_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_host)
 
     tensors = _normalise(q, k, v, g, beta, scale, initial_state, offsets)
-    sizes = (problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state)
-    if torch.compiler.is_compiling():
-        o, final_state = ops.gated_delta_rule(
-            *tensors, Call(*sizes, WHOLE), auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE
-        )
+    plan = WHOLE if compiling else _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
+    call = Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state, plan)
+    if compiling:
+        o, final_state = ops.gated_delta_rule(*tensors, call, auto_cp if isinstance(auto_cp, Plan) else None if auto_cp else WHOLE)
     else:
-        plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
-        o, final_state = gated_delta_rule(*tensors, Call(*sizes, plan))
-    return _rows_for_user(o[..., : problem.value_dim], problem), _state_for_user(final_state, problem, state_v_first)
+        o, final_state = gated_delta_rule(*tensors, call)
+    if problem.key_dim in KERNEL_DIMS and problem.value_dim in KERNEL_DIMS:  # nothing to trim
+        return o.view_as(v), final_state
+    return _rows_for_user(_trim(o, problem.value_dim), problem), _state_for_user(final_state, problem, state_v_first)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -287,7 +294,7 @@ def chunk_gated_delta_rule_fwd(
         tensors = _normalise(q, k, v, g, beta, scale, initial_state, cu_seqlens)
         plan = _segmentation(auto_cp, problem, v.device, cu_seqlens, cu_seqlens_cpu)
         result = launch_forward(*tensors, Call(problem.num_seqs, problem.seq_len, abs(scale), state_v_first, output_final_state, plan))
-        g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, result.o[..., : problem.value_dim]))
+        g_cum, A, o = (_rows_for_user(x, problem) for x in (result.g_cum, result.A, _trim(result.o, problem.value_dim)))
         return g_cum, A, o, _state_for_user(result.final_state, problem, state_v_first)
 
 
@@ -317,8 +324,8 @@ def chunk_gated_delta_rule_bwd(
     the gates that the forward pass took (natural logarithms, not their sums); dh0 is None without initial_state. Rows that no
     sequence owns are 0.
 
-    The states of all chunks are computed again, in a workspace of at most 2.125 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
-    4 K V bytes (64 KiB for heads of 128) for each chunk and value head of one key head.
+    The states of all chunks are computed again, in a workspace of at most 2.625 GiB (QLA_WORKSPACE_BYTES in the environment) but at least
+    4 K V + 128 V bytes (80 KiB for heads of 128) for each chunk and value head of one key head.
 
     Raises ValueError or TypeError as ``chunk_gated_delta_rule``.
     """
@@ -404,39 +411,63 @@ def _normalise(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> _Tensors:
     """Brings checked inputs into the kernels' form (``qla.autograd``), for abs(scale); differentiable."""
-    q = -q if scale < 0 else q
-    q, k, v = (aligned(_pad(x, 1).flatten(0, 1)) for x in (q, k, v))
-    g, beta = (aligned(x.float().flatten(0, 1)) for x in (g, beta))
+    if scale < 0:
+        q = -q
+    if q.shape[3] not in KERNEL_DIMS:
+        q, k = _pad(q, 1), _pad(k, 1)
+    if v.shape[3] not in KERNEL_DIMS:
+        v = _pad(v, 1)
+    if not g.dtype == beta.dtype == torch.float32:
+        g, beta = g.float(), beta.float()
+    q, v, g = q.flatten(0, 1), v.flatten(0, 1), g.flatten(0, 1)
+    k, beta = k.reshape_as(q), beta.reshape_as(g)
+    if torch.compiler.is_compiling() or not (
+        q.is_contiguous()
+        and k.is_contiguous()
+        and v.is_contiguous()
+        and g.is_contiguous()
+        and beta.is_contiguous()
+        and (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr() | beta.data_ptr()) % ALIGNMENT == 0
+    ):
+        q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
     if initial_state is not None:
         initial_state = aligned(_pad(initial_state.float(), 2))
-    return q, k, v, g, beta, initial_state, _offsets_on_device(cu_seqlens, q)
+    return q, k, v, g, beta, initial_state, None if cu_seqlens is None else _offsets_on_device(cu_seqlens, q)
 
 
-def _offsets_on_device(cu_seqlens: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int32, non_blocking=True).contiguous()
+def _offsets_on_device(cu_seqlens: Tensor, q: Tensor) -> Tensor:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != q.device:
+        cu_seqlens = cu_seqlens.to(q.device, torch.int32, non_blocking=True)
+    return cu_seqlens.contiguous()
 
 
 def _segmentation(
     auto_cp: bool | Plan, problem: Problem, device: torch.device, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Plan:
     """How a call's sequences are cut; their lengths count where the host has them."""
-    if isinstance(auto_cp, Plan):
-        return auto_cp
-    if not auto_cp:
-        return WHOLE
+    if auto_cp is not True:
+        return auto_cp if isinstance(auto_cp, Plan) else WHOLE
     on_host = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens
     lengths = None
     if on_host is not None and on_host.device.type == "cpu":
         lengths = tuple(on_host.diff().tolist())
+    tokens = problem.batch * problem.tokens
     heads = (problem.key_heads, problem.value_heads, kernel_dim(problem.value_dim))
-    return choose_plan(*heads, problem.num_seqs, problem.batch * problem.tokens, problem.seq_len, lengths, device)
+    return choose_plan(*heads, problem.num_seqs, tokens, problem.seq_len, lengths, device)
 
 
 def _pad(x: Tensor, dims: int) -> Tensor:
     """Zeros up to a head size of the kernels in each of the last ``dims`` dimensions. Exact: they add zeros to sums, and stay zero in the
     state."""
-    missing = [kernel_dim(size) - size for size in reversed(x.shape[-dims:])]
-    return F.pad(x, [n for m in missing for n in (0, m)]) if any(missing) else x  # F.pad copies even when there is nothing to add
+    sizes = x.shape[-dims:]
+    if all(size in KERNEL_DIMS for size in sizes):
+        return x  # F.pad copies even when there is nothing to add
+    return F.pad(x, [n for size in reversed(sizes) for n in (0, kernel_dim(size) - size)])
+
+
+def _trim(x: Tensor, size: int) -> Tensor:
+    """The first ``size`` elements of the last dimension."""
+    return x if x.shape[-1] == size else x[..., :size]
 
 
 def _rows_for_user(x: Tensor, problem: Problem) -> Tensor:

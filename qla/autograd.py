@@ -11,9 +11,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +21,16 @@ from torch import Tensor
 from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
 from qla.checks import RECURRENT_DTYPES
-from qla.device import device_spec
+from qla.device import DeviceSpec, device_spec, on_device
 from qla.reference import CHUNK
 
 LOG2E = 1.4426950408889634
 ALIGNMENT = 16  # bytes, what a TMA load needs of a base address
 WORKSPACE_VARIABLE = "QLA_WORKSPACE_BYTES"
-WORKSPACE_BYTES = (2 << 30) + (128 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
+WORKSPACE_BYTES = (2 << 30) + (640 << 20)  # 32768 tokens of 64 value heads in one slice, packed ones too, which take some slots more
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a launch needs besides tensors.
 
     num_seqs: number of sequences S.
@@ -55,8 +54,7 @@ class Call:
         return (self.num_seqs, v.shape[1], *inner)
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """How a call's sequences were cut, for its backward pass.
 
     forward, reverse: [segments, HV, 4] int32, work items of either direction (``qla.kernels.cp_plan``).
@@ -69,13 +67,8 @@ class Cut:
     states: Tensor | None = None
     transitions: Tensor | None = None
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.forward, self.reverse, self.states, self.transitions
 
-
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """What the forward kernels give.
 
     g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, V].
@@ -106,15 +99,28 @@ def choose_plan(
     The planner knows heads of 128. Two value heads with V = 64 are for it one whose columns two blocks share, which is what they cost
     the recurrence; of what depends on K it knows an upper bound.
     """
-    if num_seqs == 0 or tokens == 0:
-        return WHOLE
     if value_dim == 64:
         value_heads = -(-value_heads // 2)
         key_heads = math.gcd(key_heads, value_heads)
-    return autocp.plan(_problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), device_spec(device))
+    return _plan_by(autocp.plan, device_spec, key_heads, value_heads, num_seqs, tokens, seq_len, lengths, device)
 
 
-_problem = lru_cache(maxsize=4096)(autocp.Problem)  # checks its fields whenever it is made
+@lru_cache(maxsize=4096)
+def _plan_by(
+    plan: Callable[[autocp.Problem, DeviceSpec], Plan],
+    spec: Callable[[torch.device], DeviceSpec],
+    key_heads: int,
+    value_heads: int,
+    num_seqs: int,
+    tokens: int,
+    seq_len: int,
+    lengths: tuple[int, ...] | None,
+    device: torch.device,
+) -> Plan:
+    """What ``plan`` makes for this size: a call like one before costs one look, and neither a problem nor the facts of its device."""
+    if num_seqs == 0 or tokens == 0:
+        return WHOLE
+    return plan(autocp.Problem(key_heads, value_heads, num_seqs, tokens, seq_len, lengths), spec(device))
 
 
 def launch_forward(
@@ -125,28 +131,27 @@ def launch_forward(
     q, k: [N, H, K] bf16 or fp16; v: [N, HV, V], same dtype; g, beta: [N, HV] fp32; initial_state: [S, HV, K, V] fp32 (as call has it:
     [S, HV, V, K]) or None; cu_seqlens: [S + 1] int32 on q's device, or None for equal lengths.
     """
-    if len(v) == 0 or call.num_seqs == 0:
+    num_seqs, seq_len, scale, state_v_first, output_final_state, plan = call
+    if len(v) == 0 or num_seqs == 0:
         return _result_without_tokens(k, v, g, initial_state, call)
 
-    from qla.kernels.fwd_fused import fwd_fused
-    from qla.kernels.kkt_solve import kkt_solve
+    from qla.kernels import launch  # the module: names from it take the host longer
 
-    num_sms = device_spec(q.device).sm_count
+    device = v.device
+    num_sms = device_spec(device).sm_count
     o = torch.empty_like(v)
-    final_state = torch.empty(call.state_shape(k, v), dtype=torch.float32, device=q.device) if call.output_final_state else None
-    place = (cu_seqlens, call.num_seqs, call.seq_len)
-    with torch.cuda.device(q.device):
-        is_cut = call.plan.chunks_per_segment > 0
-        g_cum, A, bound = kkt_solve(k, g, beta, o, *place, num_sms, with_bound=is_cut)
-        cut = order = None
+    final_state = g.new_empty(call.state_shape(k, v)) if output_final_state else None
+    is_cut = plan.chunks_per_segment > 0
+    cut = items = order = starts = None
+    with on_device(device):
+        g_cum, A, bound = launch.kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound=is_cut)
         if is_cut:
-            forward, reverse, order = work_items(bound, v, cu_seqlens, call)
-            starts = _segment_states(k, v, g_cum, beta, A, initial_state, forward, cu_seqlens, call, num_sms)
-            cut = Cut(forward, reverse, *starts)
-        fwd_fused(
-            q, k, v, g_cum, beta, A, o, initial_state, final_state, call.scale, *place, call.state_v_first, num_sms,
-            items=cut and cut.forward, order=order, segment_states=cut and cut.states,
-            block_v=max(64, v.shape[2] // call.plan.split) if call.plan.split else None,
+            items, reverse, order = work_items(bound, v, cu_seqlens, call)
+            starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, items, cu_seqlens, call, num_sms)
+            cut = Cut(items, reverse, starts, transitions)
+        launch.fwd_fused(
+            q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
+            items=items, order=order, segment_states=starts, block_v=max(64, v.shape[2] // plan.split) if plan.split else None,
         )  # fmt: skip
     return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)
 
@@ -156,7 +161,7 @@ def work_items(bound: Tensor, v: Tensor, cu_seqlens: Tensor | None, call: Call) 
 
     bound: as ``Forward`` has it. v: [N, HV, V], of which only the shape matters.
     """
-    from qla.kernels.cp_plan import cp_plan
+    from qla.kernels.launch import cp_plan
 
     plan, tokens = call.plan, len(v)
     num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
@@ -184,8 +189,7 @@ def _segment_states(
 
     Written where items need them; None where the plan lets no item need any.
     """
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_states
+    from qla.kernels.launch import cp_merge, prepare_states
 
     states, transitions = _empty_segments(k, v, items, call.plan)
     place = (cu_seqlens, call.num_seqs, call.seq_len)
@@ -224,10 +228,16 @@ def gated_delta_rule(
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
     """``launch_forward`` with gradients; saves tensors only when some input asks for a gradient. Returns (o, final_state)."""
-    inputs = (q, k, v, g, beta, initial_state)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or g.requires_grad
+        or beta.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+    ):
         apply: Callable[..., tuple[Tensor, Tensor | None]] = _GatedDeltaRule.apply
-        return apply(*inputs, cu_seqlens, call)
+        return apply(q, k, v, g, beta, initial_state, cu_seqlens, call)
     result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
     return result.o, result.final_state
 
@@ -257,7 +267,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
         saved = (q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens)
         cut = None if call.plan.whole_backward else result.cut
-        ctx.save_for_backward(*saved, *(_worth_keeping(cut, saved).tensors if cut else ()))
+        ctx.save_for_backward(*saved, *(_worth_keeping(cut, saved) if cut else ()))
         ctx.call = call
         ctx.set_materialize_grads(False)
         return result.o, result.final_state
@@ -275,8 +285,8 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 def _worth_keeping(cut: Cut, saved: Sequence[Tensor | None]) -> Cut:
     """``cut`` with the states and transitions, if they take at most costs.KEPT_SHARE of what the other tensors take, else without."""
-    taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut.tensors[2:], saved))
-    return cut if taken <= costs.KEPT_SHARE * others else replace(cut, states=None, transitions=None)
+    taken, others = (sum(x.nbytes for x in tensors if x is not None) for tensors in (cut[2:], saved))
+    return cut if taken <= costs.KEPT_SHARE * others else cut._replace(states=None, transitions=None)
 
 
 def only_once(grads: Iterable[Tensor | None], needed: Sequence[bool], like: Tensor) -> list[Tensor | None]:
@@ -310,7 +320,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def workspace_limit() -> int:
-    """Bytes that the states of all chunks may take in the backward pass: QLA_WORKSPACE_BYTES in the environment, else 2.125 GiB."""
+    """Bytes that what the scans leave for all chunks may take in the backward pass: QLA_WORKSPACE_BYTES if set, else 2.625 GiB."""
     text = os.environ.get(WORKSPACE_VARIABLE, "")
     if not text:
         return WORKSPACE_BYTES
@@ -320,7 +330,7 @@ def workspace_limit() -> int:
 
 
 def head_slices(key_heads: int, value_heads: int, bytes_a_head: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(first value head, number) of slices of whole groups, as equal as can be, whose states fit into ``limit`` bytes, or of one group."""
+    """(first value head, number) of slices of whole groups, as equal as can be, that fit into ``limit`` bytes, or of one group."""
     ratio = value_heads // key_heads
     at_once = max(1, min(key_heads, limit // max(bytes_a_head * ratio, 1)))
     count = -(-key_heads // at_once)
@@ -347,8 +357,8 @@ def launch_backward(
     """Launches the backward kernels on the current stream of q's device.
 
     Takes what ``launch_forward`` took and gave (cut too), and do [N, HV, V], dht as the states: the gradients of o and of the final
-    state, in any dtype, None for zero. Two scans, side by side, write the states and their gradients for all chunks of a slice of
-    heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
+    state, in any dtype, None for zero. Two scans, side by side, write the states with Vd and their gradients with dW for all chunks of a
+    slice of heads, as many as fit into ``workspace_limit()``; then one kernel computes the rest.
 
     Returns dq, dk, dv in q's dtype, dg (of the natural-log gates), dbeta fp32, and dh0 fp32, None unless initial_state_grad.
     """
@@ -359,25 +369,32 @@ def launch_backward(
         dh0 = None if initial_state is None else torch.zeros_like(initial_state) if dht is None else dht.clone()
         return *(torch.zeros_like(x) for x in (q, k, v, g_cum, beta)), dh0 if initial_state_grad else None  # type: ignore[return-value]
 
-    from qla.kernels.bwd_fused import bwd_fused
-    from qla.kernels.cp_merge import cp_merge
-    from qla.kernels.cp_prep import prepare_state_gradients, prepare_states, scan_state_gradients, scan_states
-    from qla.kernels.ws import num_slots
+    from qla.kernels.launch import (
+        bwd_fused,
+        cp_merge,
+        num_slots,
+        prepare_state_gradients,
+        prepare_states,
+        scan_state_gradients,
+        scan_states,
+    )
 
     num_sms = device_spec(q.device).sm_count
     place = (cu_seqlens, call.num_seqs, call.seq_len)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g_cum, beta))
     dh0 = q.new_empty(call.state_shape(k, v), dtype=torch.float32) if initial_state_grad else None
     slots, inner = num_slots(tokens, call.num_seqs, call.seq_len), (value_dim, k.shape[2])
-    slices = list(head_slices(k.shape[1], value_heads, 2 * slots * math.prod(inner) * q.element_size(), workspace_limit()))
-    workspace = q.new_empty(2, slots * max(heads for _, heads in slices), *inner)
+    elements = 2 * slots * math.prod(inner) + tokens * value_dim  # of a head's states, their gradients and Vd
+    slices = list(head_slices(k.shape[1], value_heads, elements * q.element_size(), workspace_limit()))
+    at_once = max(heads for _, heads in slices)
+    workspace, values = q.new_empty(2, slots * at_once, *inner), q.new_empty(tokens * at_once, value_dim)
     forward = reverse = starts = start_grads = transitions = None
     segments = (cu_seqlens, tokens, *place[1:], call.plan.chunks_per_segment)
     made_again = False
-    with torch.cuda.device(q.device):
+    with on_device(q.device):
         beside = _Beside(q.device)
         if cut is not None:
-            forward, reverse, starts, transitions = cut.tensors
+            forward, reverse, starts, transitions = cut
             made_again = starts is None
             if made_again:
                 starts, transitions = _empty_segments(k, v, forward, call.plan)
@@ -393,21 +410,23 @@ def launch_backward(
                 )  # fmt: skip
         for head0, heads in slices:
             states, state_grads = (x[: slots * heads].view(slots, heads, *inner) for x in workspace)
+            vd = values[: tokens * heads].view(tokens, heads, value_dim)
             with beside:
                 if start_grads is not None and head0 == 0:
                     cp_merge(start_grads, transitions, forward, *segments, reverse=True)
                 scan_state_gradients(
-                    q, k, do, g_cum, beta, A, state_grads, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
+                    q, k, do, g_cum, beta, A, state_grads, dv, head0, dht, dh0, call.scale, *place, call.state_v_first, num_sms,
                     items=reverse, segment_states=start_grads,
                 )  # fmt: skip
             if made_again and transitions is not None and head0 == 0:
                 cp_merge(starts, transitions, forward, *segments, reverse=False)
             scan_states(
-                k, v, g_cum, beta, A, states, head0, initial_state, *place, call.state_v_first, num_sms,
+                k, v, g_cum, beta, A, states, vd, head0, initial_state, *place, call.state_v_first, num_sms,
                 items=forward, segment_states=starts,
             )  # fmt: skip
             beside.join()
-            bwd_fused(q, k, v, g_cum, beta, A, do, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
+            # dW lies where dV is to be
+            bwd_fused(q, k, v, g_cum, beta, vd, do, dv, states, state_grads, dq, dk, dv, dg, dbeta, head0, call.scale, *place, num_sms)
     return dq, dk, dv, dg, dbeta, dh0
 
 
@@ -480,7 +499,7 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
     key_dim = k.shape[-1]
     num_seqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     inner = (value_dim, key_dim) if call.state_v_first else (key_dim, value_dim)
-    with torch.no_grad(), torch.cuda.device(q.device):
+    with torch.no_grad(), on_device(q.device):
         if initial_state is not None:
             initial_state = initial_state.float()
         if batch * tokens == 0 or num_seqs == 0:
@@ -490,7 +509,7 @@ def launch_recurrent(inputs: RecurrentInputs, call: Recurrence) -> tuple[Tensor,
                 final_state = final_state if initial_state is None else final_state.copy_(initial_state)
             return v.new_zeros(v.shape), final_state
 
-        from qla.kernels.recurrent import recurrent
+        from qla.kernels.launch import recurrent
 
         g, beta, gk, gv, A_log, dt_bias = (readable(x) for x in (g, beta, gk, gv, A_log, dt_bias))
         if key_dim % 4 or value_dim % 4:  # zeros add nothing to sums and stay zero in the state

@@ -11,6 +11,7 @@ import numbers
 import os
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -78,27 +79,39 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *_arguments: object, **_
     q, k: [B, T, H, K]; v: [B, T, HV, V]. The other arguments of ``chunk_gated_delta_rule`` may follow; they do not matter.
     A call with a reason runs through PyTorch instead, with one warning for each reason.
     """
-    return _reason(q, k, v, KERNEL_DTYPES)
+    if type(q) is Tensor and not torch.compiler.is_compiling():
+        return _reason_kept(device_spec, q.device, q.dtype, k.shape[-1], v.shape[-1], KERNEL_DTYPES)
+    return _reason_of(q.device, q.dtype, k.shape[-1], v.shape[-1], KERNEL_DTYPES)
 
 
 def recurrent_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """The same for ``fused_recurrent_gated_delta_rule``, whose kernel takes float32 as well."""
-    return _reason(q, k, v, RECURRENT_DTYPES)
+    if type(q) is Tensor and not torch.compiler.is_compiling():
+        return _reason_kept(device_spec, q.device, q.dtype, k.shape[-1], v.shape[-1], RECURRENT_DTYPES)
+    return _reason_of(q.device, q.dtype, k.shape[-1], v.shape[-1], RECURRENT_DTYPES)
 
 
-def _reason(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    if q.device.type != "cuda":
-        return f"the kernels need a CUDA device, and q is on {q.device}"
-    capability = _compute_capability(q.device)
+def _reason_of(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if device.type != "cuda":
+        return f"the kernels need a CUDA device, and q is on {device}"
+    capability = _compute_capability(device)
     if capability != KERNEL_CAPABILITY:
-        return f"the kernels need compute capability {KERNEL_CAPABILITY} (Hopper), and {q.device} has {capability}"
-    if q.dtype not in dtypes:
-        *others, last = (_name(dtype) for dtype in dtypes)
-        return f"the kernels take {', '.join(others)} and {last}, and q is {_name(q.dtype)}"
-    for dim, size in (("K", k.shape[-1]), ("V", v.shape[-1])):
+        return f"the kernels need compute capability {KERNEL_CAPABILITY} (Hopper), and {device} has {capability}"
+    if dtype not in dtypes:
+        *others, last = (_name(taken) for taken in dtypes)
+        return f"the kernels take {', '.join(others)} and {last}, and q is {_name(dtype)}"
+    for dim, size in (("K", key_dim), ("V", value_dim)):
         if size > KERNEL_DIMS[-1]:
             return f"the kernels take head sizes up to {KERNEL_DIMS[-1]}, and {dim} is {size}"
     return None
+
+
+@lru_cache(maxsize=1024)
+def _reason_kept(
+    spec: object, device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, dtypes: tuple[torch.dtype, ...]
+) -> str | None:
+    """``_reason_of``, once for each form of a call; spec: where the facts of a device come from."""
+    return _reason_of(device, dtype, key_dim, value_dim, dtypes)
 
 
 def check_inputs(
@@ -116,11 +129,41 @@ def check_inputs(
 
     The shapes are those of ``chunk_gated_delta_rule``. Raises TypeError for something that is not a tensor or has a
     wrong dtype, ValueError for a wrong shape, device or value; the message names the argument, the rule and what it got.
+
+    Tensors with the shapes, dtypes and devices of a call that passed are not checked again, but for the values in cu_seqlens.
     """
+    passed = None
+    if (
+        type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
+        and (initial_state is None or type(initial_state) is Tensor)
+        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+        and (cu_seqlens_cpu is None or type(cu_seqlens_cpu) is Tensor)
+        and not torch.compiler.is_compiling()
+    ):
+        passed = _passed(
+            q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device,
+            g.shape, g.dtype, g.device, beta.shape, beta.dtype, beta.device,
+            None if initial_state is None else (initial_state.shape, initial_state.dtype, initial_state.device, bool(state_v_first)),
+            None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.device),
+            None if cu_seqlens_cpu is None else (cu_seqlens_cpu.shape, cu_seqlens_cpu.dtype, cu_seqlens_cpu.device),
+        )  # fmt: skip
+        if passed:
+            if cu_seqlens is not None:
+                _check_values_of_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+            return passed[0]
     _check_heads(q, k, v)
     for name, x in (("g", g), ("beta", beta)):
         _check_part(name, x, "[B, T, HV]", tuple(v.shape[:3]), q)
-    return _check_sequences(q, v, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    problem = _check_sequences(q, v, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    if passed is not None:
+        passed.append(problem)
+    return problem
+
+
+@lru_cache(maxsize=1024)
+def _passed(*facts: object) -> list[Problem]:
+    """For one form of a call, a list that is empty until a call of that form has passed the checks, and then holds its size."""
+    return []
 
 
 def check_recurrent_inputs(
@@ -287,13 +330,17 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | No
     if cu_seqlens.device.type != "cpu":
         _check_device("cu_seqlens", cu_seqlens, q)
 
-    tokens = q.shape[1]
     if cu_seqlens_cpu is not None:
         if cu_seqlens_cpu.device.type != "cpu":
             raise ValueError(f"cu_seqlens_cpu must be on the CPU, got {cu_seqlens_cpu.device}")
         _check_shape("cu_seqlens_cpu", cu_seqlens_cpu, "cu_seqlens's", tuple(cu_seqlens.shape))
-    if torch.compiler.is_compiling():  # there are no values while torch.compile traces
-        return cu_seqlens.numel() - 1
+    if not torch.compiler.is_compiling():  # there are no values while torch.compile traces
+        _check_values_of_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+    return cu_seqlens.numel() - 1
+
+
+def _check_values_of_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int) -> None:
+    """Where they are on the CPU, or QLA_DEBUG asks for it."""
     if cu_seqlens_cpu is not None:
         check_cu_seqlens_values(cu_seqlens_cpu.tolist(), tokens, "cu_seqlens_cpu")
     if cu_seqlens.device.type == "cpu" or os.environ.get("QLA_DEBUG") == "1":
@@ -301,7 +348,6 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | No
         check_cu_seqlens_values(values, tokens)
         if cu_seqlens_cpu is not None and values != cu_seqlens_cpu.tolist():
             raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens, {values}, got {cu_seqlens_cpu.tolist()}")
-    return cu_seqlens.numel() - 1
 
 
 def _check_initial_state(initial_state: Tensor, problem: Problem, q: Tensor, state_v_first: bool) -> None:

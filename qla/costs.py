@@ -331,7 +331,7 @@ def _after(state: tuple[int, int, int, int], step: tuple[int, int, int, int], ro
 
 
 def whole_split(items: int, num_sms: int) -> int:
-    """Blocks for each whole (sequence, value head): 2 where that does not add waves, as choose_block_v in kernels/ws.py has it."""
+    """Blocks for each whole (sequence, value head): 2 where that does not add waves, as choose_block_v in kernels/launch.py has it."""
     whole, half = (math.ceil(split * items / num_sms) * CHUNK_WEIGHT[split] for split in (1, 2))
     return 2 if half < whole else 1
 

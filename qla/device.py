@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,7 +31,8 @@ def device_spec(device: torch.device | int | str) -> DeviceSpec:
     """
     if isinstance(device, int):
         return _spec_of_index(device)
-    device = torch.device(device)
+    if isinstance(device, str):
+        device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {device}")
     return _spec_of_index(torch.cuda.current_device() if device.index is None else device.index)
@@ -44,3 +46,12 @@ def _spec_of_index(index: int) -> DeviceSpec:
         capability=(properties.major, properties.minor),
         sm_count=properties.multi_processor_count,
     )
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Context in which ``device`` is the current CUDA device: where it is so already, one that does nothing, which takes the host less."""
+    index = device.index
+    return _AS_IT_IS if index is None or index == torch.cuda.current_device() else torch.cuda.device(device)

@@ -52,7 +52,7 @@ def gated_delta_rule(
 
 
 def _num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:
-    from qla.kernels.ws import num_slots
+    from qla.kernels.launch import num_slots
 
     return num_slots(tokens, num_seqs, seq_len)  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -35,17 +35,33 @@ def warmup(only: str = "", jobs: int | None = None, verbose: bool = True) -> int
     only: just the variants whose name holds it; "bfloat16" and "float16" are parts of the names of most, see ``python -m qla.aot``.
     jobs: processes that compile at a time; by default one for each CPU. verbose: whether to write a line of progress to stderr.
 
-    What TileLang's cache on disk (TILELANG_CACHE_DIR) does not hold is compiled in processes of their own; several programs may do so
-    at once. Returns the number of variants. Raises RuntimeError with their names and the compiler's last lines if some cannot be built.
+    What the package does not carry, and TileLang's cache on disk (TILELANG_CACHE_DIR) does not hold, is compiled in processes of their own;
+    several programs may do so at once. Returns the number of variants. Raises RuntimeError with their names and the compiler's last lines
+    if some cannot be built.
     """
-    return len(build_all(only, jobs, verbose))
+    _check_jobs(jobs)
+    from qla.kernels import carried, launch
+
+    names, found = list(launch.names(only)), set()
+    with Progress("kernels", len(names), verbose and bool(carried.usable())) as progress:
+        for name in names:
+            if carried.function(name) is not None:
+                found.add(name)
+                progress.step()
+    if len(found) < len(names):  # else there is no need of TileLang
+        build_all(only, jobs, verbose, found)
+    return len(names)
 
 
-def build_all(only: str = "", jobs: int | None = None, verbose: bool = True) -> dict[str, float]:
-    """As ``warmup``, and returns the seconds that each variant took."""
+def _check_jobs(jobs: int | None) -> None:
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    todo = list(variants(only))
+
+
+def build_all(only: str = "", jobs: int | None = None, verbose: bool = True, but: Container[str] = ()) -> dict[str, float]:
+    """Compiles all variants that TileLang's cache does not hold, but for those named, and returns the seconds that each took."""
+    _check_jobs(jobs)
+    todo = [(module, cfg) for module, cfg in variants(only) if cfg.name not in but]
     seconds: dict[str, float] = {}
     with _without_tilelangs_lines(), Progress("kernels", len(todo), verbose) as progress:
         for number, (module, cfg) in enumerate(todo):

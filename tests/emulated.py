@@ -51,6 +51,9 @@ static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 static float __uint_as_float(unsigned x) { float d; std::memcpy(&d, &x, 4); return d; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <typename T> static T __ldg(const T* p) { return *p; }
+template <typename T> static T __ldcs(const T* p) { return *p; }
+template <typename T> static void __stcs(T* p, T x) { *p = x; }
+static float __fdividef(float x, float y) { return x / y; }
 static unsigned rounded_to_bfloat16(float x) { unsigned u; std::memcpy(&u, &x, 4); return (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
 struct bfloat16_t {
   unsigned short bits;
@@ -69,7 +72,7 @@ template <bool HALF> static float2 qla_unpack(unsigned x) {
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
 
-struct Index { int x, y; };
+struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, blockDim;
 constexpr int kMost = 1024;  // threads of a block
 static ucontext_t scheduler, fibers[kMost];
@@ -81,12 +84,14 @@ static void yield() {
   swapcontext(&fibers[thread], &scheduler);
   threadIdx.x = thread;
 }
-static float __shfl_xor_sync(unsigned, float v, int delta, int = 32) {
+static float from_lane(float v, int lane) {
   const int thread = threadIdx.x, turn = round_of[thread]++ & 1;
   slots[thread / 32][turn][thread % 32] = v;
   yield();
-  return slots[thread / 32][turn][(thread % 32) ^ delta];
+  return slots[thread / 32][turn][lane];
 }
+static float __shfl_xor_sync(unsigned, float v, int delta, int = 32) { return from_lane(v, (threadIdx.x % 32) ^ delta); }
+static float __shfl_sync(unsigned, float v, int lane, int width) { return from_lane(v, threadIdx.x % 32 / width * width + lane); }
 static void __syncthreads() {
   at_barrier[threadIdx.x] = true;
   yield();
@@ -123,12 +128,13 @@ static void run_block(int threads, std::vector<char>& stacks) {
     for (int thread = 0; thread < threads; ++thread) left |= !done[thread];
   }
 }
-extern "C" void launch(const void** given, int blocks_x, int blocks_y, int threads) {
+extern "C" void launch(const void** given, int blocks_x, int blocks_y, int blocks_z, int threads) {
   arguments = given;
   blockDim.x = threads;
   std::vector<char> stacks((size_t)threads << 16);
-  for (blockIdx.y = 0; blockIdx.y < blocks_y; ++blockIdx.y)
-    for (blockIdx.x = 0; blockIdx.x < blocks_x; ++blockIdx.x) run_block(threads, stacks);
+  for (blockIdx.z = 0; blockIdx.z < blocks_z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < blocks_y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < blocks_x; ++blockIdx.x) run_block(threads, stacks);
 }
 """
 
@@ -136,9 +142,9 @@ Values = Mapping[str, Any]
 
 
 class Emulated:
-    """A kernel of one config, called as ``build(cfg)`` is.
+    """A kernel of one config, called as its compiled function is.
 
-    grid: blocks in x and y from the call's values, by the names of the kernel's parameters. sizes: the kernel's dynamic sizes likewise.
+    grid: blocks in x, y and z from the call's values, by the names of the kernel's parameters. sizes: the kernel's dynamic sizes likewise.
     """
 
     C_TYPES = {"int": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
@@ -148,7 +154,7 @@ class Emulated:
         module: Any,
         cfg: Any,
         folder: Path,
-        grid: Callable[[Values], tuple[int, int]],
+        grid: Callable[[Values], tuple[int, int, int]],
         sizes: Callable[[Values], Values] = lambda v: {},
     ) -> None:
         self.threads, self.grid, self.sizes = cfg.threads, grid, sizes

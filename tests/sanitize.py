@@ -87,7 +87,7 @@ def decode(name: str, tensors: list[Tensor], lengths: list[int] | None, check: b
 
 
 def main() -> None:
-    from qla.kernels.fwd_fused import choose_block_v
+    from qla.kernels.launch import choose_block_v
 
     torch.manual_seed(0)
     dtypes = (torch.bfloat16,) if "--quick" in sys.argv else (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ pytest.importorskip("tilelang")
 from test_kernel_path_cpu import StandIns  # noqa: E402
 
 from qla import activations  # noqa: E402
-from qla.kernels import gates, l2norm, recurrent  # noqa: E402
+from qla.kernels import gates, l2norm, launch, recurrent  # noqa: E402
 from qla.kernels.ws import HEAD_DIMS  # noqa: E402
 from tests.lowered import generated, static  # noqa: E402
 
@@ -42,9 +42,9 @@ def arguments(code):
 
 def test_one_function_and_no_more(variant):
     module, cfg, smem, code = variant
-    assert code.startswith(f"__launch_bounds__({module.THREADS}, 1)") and cfg.threads == module.THREADS
+    assert code.startswith(f"__launch_bounds__({module.THREADS}, {getattr(cfg, 'blocks_per_sm', 1)})") and cfg.threads == module.THREADS
     assert smem == cfg.smem_bytes == 0
-    assert static(code, "float") == ([2 * gates.THREADS] if cfg == gates.GatesConfig(backward=True) else [])
+    assert static(code, "float") == ([2 * gates.THREADS * launch.GATES_QUAD] if cfg == gates.GatesConfig(backward=True) else [])
     function = "differentiate" if cfg.backward else "activate" if module is gates else "normalize"
     assert len(re.findall(rf"::{function}\b", code)) == (1 if module is gates else 2)
 
@@ -71,39 +71,44 @@ def test_values_go_where_their_names_are(variant):
 
 def test_constants_agree():
     declared = dict(re.findall(r"\b(k\w+) = (\d+)(?=[,;])", SOURCES[gates]))
-    own = {"kThreads": gates.THREADS, "kAtOnce": gates.TOKENS_AT_ONCE}
+    own = {"kThreads": gates.THREADS, "kQuad": launch.GATES_QUAD, "kAtOnce": launch.GATES_TOKENS_AT_ONCE}
     options = {
-        "kActivateGate": gates.ACTIVATE_GATE,
-        "kHasBias": gates.HAS_BIAS,
-        "kActivateBeta": gates.ACTIVATE_BETA,
-        "kTwice": gates.TWICE,
+        "kActivateGate": launch.ACTIVATE_GATE,
+        "kHasBias": launch.HAS_BIAS,
+        "kActivateBeta": launch.ACTIVATE_BETA,
+        "kTwice": launch.TWICE,
     }
     types = {"kFloat": torch.float32, "kBfloat16": torch.bfloat16, "kFloat16": torch.float16}
     assert {name: int(value) for name, value in declared.items()} == {
         **own,
         **options,
-        **{name: gates.TYPES[x] for name, x in types.items()},
+        **{name: launch.TYPES[x] for name, x in types.items()},
     }
-    assert (StandIns.ACTIVATE_BETA, StandIns.TWICE) == (gates.ACTIVATE_BETA, gates.TWICE)
+    assert (StandIns.ACTIVATE_BETA, StandIns.TWICE) == (launch.ACTIVATE_BETA, launch.TWICE)
     declared = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+)(?=[,;])", SOURCES[l2norm])}
-    assert declared == {"kAtOnce": l2norm.ROWS_OF_LANES}
+    assert declared == {"kAtOnce": launch.NORM_ROWS_OF_LANES} and l2norm.THREADS == launch.NORM_THREADS
     lanes = {int(n) for n in re.findall(r"return \w+_rows<HALF, (\d+)>", SOURCES[l2norm])}
-    assert lanes == {dim // l2norm.VECTOR for dim in HEAD_DIMS}, "eight elements of 16 bits a lane: 16-byte loads"
+    assert lanes == {dim // launch.NORM_VECTOR for dim in HEAD_DIMS}, "eight elements of 16 bits a lane: 16-byte loads"
     assert "if (dim == 64) return" in SOURCES[l2norm]
 
 
-@pytest.mark.parametrize("heads", [1, 3, 16, 64, 255, 256, 257, 1000])
+@pytest.mark.parametrize("most", [None, 1, 2], ids=["forward", "one block", "two blocks"])
+@pytest.mark.parametrize("heads", [1, 3, 4, 16, 64, 255, 256, 257, 1000, 1028])
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
-def test_each_element_has_one_thread(heads, tokens):
+def test_each_element_has_one_thread(heads, tokens, most):
     """The columns of gates.cuh, in Python: all (token, head) pairs once, for the launcher's number of blocks."""
-    blocks, seen = gates._blocks(tokens, heads, 2), []
-    for group in range(-(-heads // gates.THREADS)):
-        width = min(gates.THREADS, heads - group * gates.THREADS)
+    blocks, groups = launch._gate_grid(tokens, heads, launch.GATES_TOKENS_AT_ONCE if most is None else 1)
+    blocks, seen = min(blocks, most or blocks), []
+    of_thread = launch.GATES_QUAD if heads % launch.GATES_QUAD == 0 else 1
+    for group in range(groups):
+        width = min(gates.THREADS, heads // of_thread - group * gates.THREADS)
         rows = gates.THREADS // width
         for block in range(blocks):
             for thread in range(rows * width):
-                first = block * rows + thread // width
-                seen += [(token, group * gates.THREADS + thread % width) for token in range(first, tokens, blocks * rows)]
+                first, unit = block * rows + thread // width, group * gates.THREADS + thread % width
+                own = range(first, tokens, blocks * rows)
+                assert most or len(own) <= launch.GATES_TOKENS_AT_ONCE, "forward has no loop"
+                seen += [(token, unit * of_thread + j) for token in own for j in range(of_thread)]
     assert len(seen) == len(set(seen)) == tokens * heads
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import test_activations as on_gpu
@@ -13,15 +14,15 @@ from qla import activations
 from qla.device import DeviceSpec
 
 pytest.importorskip("tilelang")
-from qla.kernels import gates, l2norm  # noqa: E402
+from qla.kernels import gates, l2norm, launch  # noqa: E402
 from tests.emulated import COMPILER, Emulated  # noqa: E402
 
 pytestmark = [NAN_FILLED, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 GRIDS = {
-    l2norm: lambda values: (values["num_blocks"], 2),
-    gates: lambda values: (values["num_blocks"], -(-values["HV"] // gates.THREADS)),
+    l2norm: lambda values: (values["num_blocks"], 2, 1),
+    gates: lambda values: (values["num_blocks"], values["groups"], 1),
 }
 
 
@@ -35,25 +36,20 @@ def sizes(values):
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory):
-    """build() of emulated kernels, by module."""
-    made = {}
+    """launcher() of emulated kernels."""
 
-    def builder(module):
-        def build(cfg):
-            if cfg not in made:
-                made[cfg] = Emulated(module, cfg, tmp_path_factory.mktemp("emulated"), GRIDS[module], sizes)
-            return made[cfg]
+    @functools.cache
+    def launcher(kernel, *form):
+        module = {"l2norm": l2norm, "gates": gates}[kernel]
+        return Emulated(module, module.config_for(*form), tmp_path_factory.mktemp("emulated"), GRIDS[module], sizes)
 
-        return build
-
-    return builder
+    return launcher
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch, emulate):
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
-    for module in (l2norm, gates):
-        monkeypatch.setattr(module, "build", emulate(module))
+    monkeypatch.setattr(launch, "launcher", emulate)
     monkeypatch.setattr(activations, "device_spec", lambda device: DeviceSpec(index=0, capability=(9, 0), sm_count=2))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
@@ -82,7 +78,7 @@ def test_rows_without_owner(offsets, rng):
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["dt_bias", "no dt_bias"])
 @pytest.mark.parametrize("twice", [False, True], ids=["beta", "2 beta"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 70, 3), (1, 40, 48), (1, 5, 300), (1, 2100, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 70, 3), (1, 40, 48), (1, 5, 300), (1, 3, 1028), (1, 2100, 8)], ids=str)
 def test_gates_and_beta(shape, twice, with_bias, rng):
     on_gpu.test_gates_and_beta(shape, twice, with_bias, rng)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import tarfile
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from qla import aot, startup
+from qla.kernels import carried
 
 PTXAS = """\
 kernel.cu(12): warning #177-D: variable "x" was declared but never referenced
@@ -122,27 +124,55 @@ def test_builds_then_reports(monkeypatch, capsys):
     assert "qla: 3 of 3 reports" in capsys.readouterr().err
 
 
-def test_packs_what_it_has_just_built(monkeypatch, capsys, tmp_path):
-    """In a folder of its own: what another cache holds stays out."""
-    (tmp_path / "cache" / "stale").mkdir(parents=True)
-    (tmp_path / "cache" / "stale" / "manifest.json").touch()
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(aot, "nvcc_version", lambda: "13.0")
+@pytest.fixture
+def packing(monkeypatch, tmp_path):
+    """Stand-ins for two variants: the first is compiled in this process, the second elsewhere, and TileLang loads it. Where they lie."""
+    folders = []
+    kernels = {}
 
     def build_all(only, jobs):
-        folder = Path(aot.os.environ["TILELANG_CACHE_DIR"], "1", "kernels", "new")
-        if only == "nothing":
-            return {}
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").touch()
-        return {"new": 1.0}
+        folders.append(Path(aot.os.environ["TILELANG_CACHE_DIR"]))
+        for name in ("a", "b"):
+            entry = folders[-1] / "1" / "kernels" / f"entry {name}"
+            entry.mkdir(parents=True, exist_ok=True)
+            for file, content in (("manifest.json", "{}"), ("device_kernel.cu", f"source {name}"), ("executable.so", f"library {name}")):
+                (entry / file).write_text(content)
+            adapter = SimpleNamespace(libpath=str(entry / "executable.so")) if name == "b" else SimpleNamespace()
+            kernels[name] = SimpleNamespace(adapter=adapter, get_kernel_source=lambda name=name: f"source {name}")
+        return {} if only == "nothing" else dict.fromkeys(kernels, 1.0)
 
+    module = SimpleNamespace(build=lambda cfg: kernels[cfg.name])
     monkeypatch.setattr(aot, "build_all", build_all)
-    file = tmp_path / "some" / "where.tar.xz"
-    assert aot.main(["--pack", str(file)]) == 0 and "1 variants" in capsys.readouterr().out
-    with tarfile.open(file) as tar:
-        assert tar.getnames() == ["facts.json", "1/kernels/new/manifest.json"]
+    monkeypatch.setattr(aot, "variants", lambda only: [(module, SimpleNamespace(name=name)) for name in ("a", "b")])
+    monkeypatch.setattr(aot, "nvcc_version", lambda: "13.0")
+    monkeypatch.setattr(carried, "_installed", lambda: {"tilelang": "1"})
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "other cache"))
+    return folders
+
+
+@pytest.mark.parametrize("cache", [None, "cache"])
+def test_packs_what_it_has_built(packing, capsys, tmp_path, cache):
+    """In a folder of its own, where another cache's kernels do not get in, or in the cache that is named."""
+    out = tmp_path / "some" / "where"
+    assert aot.main(["--pack", str(out), *(["--cache", str(tmp_path / cache)] if cache else [])]) == 0
+    assert "2 variants" in capsys.readouterr().out
+    assert {path.name: path.read_text() for path in out.glob("*.so")} == {"a.so": "library a", "b.so": "library b"}
+    facts = json.loads((out / "facts.json").read_text())
+    assert (facts["tilelang"], facts["cuda"], sorted(facts["libraries"])) == ("1", "13.0", ["a", "b"])
+    assert packing == [tmp_path / cache] if cache else packing[0] not in (tmp_path / "other cache", tmp_path / "cache")
+
+
+def test_packs_nothing_where_nothing_was_built(packing, tmp_path):
     assert aot.main(["--pack", str(tmp_path / "none"), "--only", "nothing"]) == 1 and not (tmp_path / "none").exists()
+
+
+def test_a_library_of_another_cache_is_not_packed(packing, tmp_path):
+    aot.main(["--pack", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
+    with pytest.raises(RuntimeError, match="a is not in .*empty"):
+        aot.libraries(tmp_path / "empty")
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy")
+    with pytest.raises(RuntimeError, match="b is not in .*copy"):  # the kernel that is loaded is that of the other cache
+        aot.libraries(tmp_path / "copy")
 
 
 def test_version_of_nvcc(monkeypatch, tmp_path):
@@ -188,7 +218,7 @@ def test_every_variant_is_listed_once():
 
 def test_every_kernel_file_is_built():
     """A file with variants that is not listed would be compiled at its first call."""
-    files = {path.stem for path in (Path(aot.__file__).parent / "kernels").glob("*.py")} - {"__init__", "ws", "carried"}
+    files = {path.stem for path in (Path(aot.__file__).parent / "kernels").glob("*.py")} - {"__init__", "ws", "launch", "carried"}
     assert files == set(startup.KERNELS)
 
 

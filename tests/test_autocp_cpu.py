@@ -455,6 +455,37 @@ def test_errors_are_relative_to_what_was_measured():
     assert alone["bwd_fused"]["chunk_value_head"] < 50
 
 
+def test_rows_from_the_lines_of_a_benchmark(tmp_path):
+    """A factor for each kernel from what its last measurement found."""
+    shape = {"direction": "bwd", "hk": 2, "hv": 8, "lengths": "24576+8192", "gates": "slow"}
+    facts = {"gpu": "H200", "torch": "2", "tilelang": "0", "commit": "new", "date": "2026-02-01"}
+    cut = Plan(32, 1, 9, 64, 8)
+    lines = [
+        {**shape, **facts, "provider": "qla", "ms": 0.5, "plan": vars(cut)},
+        *({**shape, **facts, "provider": f"qla:{kernel}", "ms": 0.1} for kernel in ("cp_prep_gradients", "scan_states", "bwd_fused")),
+        {**shape, **facts, "lengths": "2048", "provider": "qla", "ms": 0.1},
+        {**shape, **facts, "lengths": "2048", "provider": "qla:bwd_fused", "ms": 0.05},
+    ]
+    (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)))
+    old = {"kernel": "bwd_fused", "hk": 2, "hv": 8, "lengths": [64], "plan": vars(WHOLE), "us": 9e9, "backward": True, "commit": "old",
+           "date": "2026-01-01", "idle_us": 4.0}  # fmt: skip
+    results = tmp_path / "rows"
+    results.write_text(json.dumps(old) + "\n")
+    assert fit_autocp.main(["--lines", str(tmp_path / "lines"), "--results", str(results)]) == 0
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(row["kernel"], row["lengths"]) for row in rows[1:]] == [
+        ("scan_states", [24576, 8192]), ("bwd_fused", [24576, 8192]), ("bwd_fused", [2048]),
+    ]  # fmt: skip
+    assert [row["us"] for row in rows[1:]] == [96.0, 96.0, 46.0] and Plan(**rows[1]["plan"]) == cut and Plan(**rows[3]["plan"]) == WHOLE
+    last = fit_autocp.last_measured(rows)
+    assert rows[0] not in last and len(last) == 3
+    start, table = Coefficients.load(), fit_autocp.scaled(last)
+    expected = costs.features("scan_states", problem_of_shape(Shape(2, 8, "24576+8192")), 132, cut, ASSUMED["slow"], True)
+    factor = 96.0 / sum(start.us["scan_states"][name] * count for name, count in expected.items())
+    assert table["scan_states"] == pytest.approx({name: value * factor for name, value in start.us["scan_states"].items()})
+    assert table["fwd_fused"] == start.us["fwd_fused"]
+
+
 # Measuring, with stand-ins for GPU and timer
 
 

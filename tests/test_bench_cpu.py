@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import directions, facts, kernels, records, run, timing
+from bench import directions, facts, host, kernels, records, run, timing
 from bench.cases import errors, expected_slices, make_case, make_gates
 from bench.gradients import NAMES, expected_gradients, gradient_errors
 from bench.providers import PROVIDERS, Call, Provider, own_call
 from bench.shapes import BACKWARD_SETS, SETS, Shape, parse_lengths, parse_shape
 from qla import autocp, costs
 from qla.autocp import WHOLE, Plan
+from qla.checks import unsupported_reason
+from qla.kernels import launch
 
 FACTS = {"gpu": "a GPU", "torch": "2", "tilelang": "0.1.15", "commit": "abc", "date": "2026-01-01T00:00:00Z"}
 REQUIRED = ["direction", "hk", "hv", "lengths", "gates", "provider", "ms", "ms_min", "ms_max"]
@@ -452,27 +454,23 @@ def test_serial_chunks():
 class FakeKernels:
     """Stands in for the kernel modules: every launcher notes its call and gives what the real one gives."""
 
-    LAUNCHERS = {
-        "kkt_solve": ["kkt_solve"],
-        "cp_plan": ["cp_plan"],
-        "cp_prep": ["prepare_states", "prepare_state_gradients", "scan_states", "scan_state_gradients"],
-        "cp_merge": ["cp_merge"],
-        "fwd_fused": ["fwd_fused"],
-        "bwd_fused": ["bwd_fused"],
-    }
+    LAUNCHERS = (
+        "kkt_solve", "cp_plan", "prepare_states", "prepare_state_gradients", "scan_states", "scan_state_gradients", "cp_merge",
+        "fwd_fused", "bwd_fused",
+    )  # fmt: skip
 
     def __init__(self, monkeypatch, plan: Plan) -> None:
         self.launches: list[tuple[str, tuple, dict]] = []
         self.items = tuple(torch.zeros(3, 2, 4) for _ in range(2)), torch.zeros(12)
-        for module, names in self.LAUNCHERS.items():
-            functions = {name: self.launcher(name) for name in names}
-            monkeypatch.setitem(sys.modules, f"qla.kernels.{module}", SimpleNamespace(choose_block_v=lambda *sizes: 64, **functions))
-        monkeypatch.setitem(sys.modules, "qla.kernels.ws", SimpleNamespace(num_slots=lambda *sizes: 5))
+        for name in self.LAUNCHERS:
+            monkeypatch.setattr(launch, name, self.launcher(name))
+        monkeypatch.setattr(launch, "choose_block_v", lambda *sizes: 64)
+        monkeypatch.setattr(launch, "num_slots", lambda *sizes: 5)
         monkeypatch.setattr("qla.device.device_spec", lambda device: SimpleNamespace(sm_count=132))
         monkeypatch.setattr(autocp, "plan", lambda problem, device: plan)
 
     def launcher(self, name):
-        def launch(*args, **kwargs):
+        def note(*args, **kwargs):
             assert all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor))
             self.launches.append((name, args, kwargs))
             if name == "kkt_solve":
@@ -480,7 +478,7 @@ class FakeKernels:
                 return g, torch.zeros(*g.shape, 64), g if kwargs["with_bound"] else g[:1]
             return (*self.items[0], self.items[1]) if name == "cp_plan" else None
 
-        return launch
+        return note
 
     def of(self, name) -> tuple[tuple, dict]:
         """Arguments of the last launch."""
@@ -614,3 +612,13 @@ def test_show_prints_what_was_recorded(tmp_path, capsys):
     forward, backward = capsys.readouterr().out.split("bwd, milliseconds")
     assert forward.startswith("fwd, milliseconds") and "0.2500" in forward and "9.0000" not in forward
     assert "9.0000" in backward and "0.2500" not in backward
+
+
+def test_host_time_without_a_gpu(monkeypatch, capsys, tmp_path):
+    """--dry: the whole way of a call but the launches; nothing is recorded, and nothing stays replaced."""
+    launcher = launch.launcher
+    monkeypatch.setattr(host, "DRY_BATCHES", 1)
+    assert host.main(["--dry", "--results", str(tmp_path / "none")]) == 0 and not (tmp_path / "none").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(host.DRY_SHAPES) and all(line.endswith(" us") for line in lines)
+    assert launch.launcher is launcher and unsupported_reason(*[make_case(SMALL, "fast", "cpu").q] * 3) is not None

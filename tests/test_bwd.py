@@ -111,7 +111,7 @@ def test_head_sizes(dims, rng):
 @pytest.mark.parametrize("heads", [(2, 4), (2, 8), (3, 3)], ids=str)
 @pytest.mark.parametrize("dims", NARROW, ids=str)
 def test_narrow_heads(dims, heads, dtype, rng):
-    """Ragged lengths with all kinds of gates; the right half of the backward kernel has no columns of K, of V, or of either."""
+    """Ragged lengths with all kinds of gates; the backward kernel leaves out its second half of K, of V, or of either."""
     for gates in GATES:
         check(make_inputs(rng, [*TAILS, 0, 512], heads, dims=dims, dtype=dtype, gates=gates), rng)
 

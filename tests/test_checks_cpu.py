@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -239,3 +242,121 @@ def test_warn_once():
         checks.warn_once("a reason of this test")
         checks.warn_once("a reason of this test")
     assert len(caught) == 1
+
+
+class TestWhatPassedOnce:
+    """A call like one that passed is not checked again; what the checks depend on is all that makes calls alike."""
+
+    @pytest.fixture
+    def checked(self, monkeypatch):
+        """The q of each call that was checked in full."""
+        calls = []
+        check_heads = checks._check_heads
+        monkeypatch.setattr(checks, "_check_heads", lambda q, k, v: calls.append(q) or check_heads(q, k, v))
+        checks._passed.cache_clear()
+        yield calls
+        checks._passed.cache_clear()
+
+    @staticmethod
+    def check(inputs, state=None, v_first=False, cu=None, cu_cpu=None):
+        return checks.check_inputs(*inputs, state, v_first, cu, cu_cpu)
+
+    def test_other_values_and_strides_are_alike(self, rng, checked):
+        inputs = make_inputs(rng, 40, batch=2, dtype=torch.bfloat16)
+        first = self.check(inputs)
+        assert self.check(make_inputs(rng, 40, batch=2, dtype=torch.bfloat16)) is first
+        assert self.check([torch.stack([x, x], -1)[..., 1] for x in inputs]) is first
+        assert len(checked) == 1
+
+    def test_sizes_dtypes_and_optional_tensors_are_not(self, rng, checked):
+        packed = cu_seqlens_of([15, 25])
+        inputs = make_inputs(rng, 40, dtype=torch.bfloat16)
+        two = make_state(rng, inputs, 2)
+        calls = [
+            (inputs,),
+            (inputs._replace(g=inputs.g.float()),),
+            (make_inputs(rng, 40, dtype=torch.float16),),
+            (make_inputs(rng, 41, dtype=torch.bfloat16),),
+            ([x.to("meta") for x in inputs],),
+            (inputs, make_state(rng, inputs)),
+            (inputs, make_state(rng, inputs).double()),
+            (inputs, make_state(rng, inputs).transpose(2, 3), True),
+            (inputs, None, False, packed),
+            (inputs, None, False, packed.long() if packed.dtype == torch.int32 else packed.int()),
+            (inputs, None, False, cu_seqlens_of([15, 5, 20])),
+            (inputs, None, False, packed, packed),
+            (inputs, two, False, packed),
+        ]
+        problems = [self.check(*arguments) for arguments in calls]
+        assert len(checked) == len(calls)
+        assert [self.check(*arguments) for arguments in calls] == problems and len(checked) == len(calls)
+        assert [(problem.dtype, problem.tokens, problem.num_seqs) for problem in problems[2:4]] == [
+            (torch.float16, 40, 1),
+            (torch.bfloat16, 41, 1),
+        ]
+        assert [problem.num_seqs for problem in problems[8:]] == [2, 2, 3, 2, 2]
+
+    @pytest.mark.parametrize(("changes", "message"), [*SHAPES.values(), *TYPES.values()], ids=[*SHAPES, *TYPES])
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    def test_what_is_wrong_stays_so(self, rng, checked, changes, message):
+        """After a right call, and the second time as well."""
+        call(rng)
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(rng, **changes)
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    def test_layout_of_a_state_whose_shape_fits_both(self, rng, checked):
+        inputs = make_inputs(rng, 40, key_dim=16, value_dim=16, dtype=torch.bfloat16)
+        state = make_state(rng, inputs)
+        assert self.check(inputs, state, False) == self.check(inputs, state, True)
+
+    def test_values_of_cu_seqlens_are_looked_at_each_time(self, rng, checked, monkeypatch):
+        inputs = make_inputs(rng, 40, dtype=torch.bfloat16)
+        right, other, wrong = (torch.tensor([0, end, 40]) for end in (15, 20, 50))
+        self.check(inputs, None, False, right, right)
+        assert self.check(inputs, None, False, other, other).num_seqs == 2 and len(checked) == 1
+        with pytest.raises(ValueError, match="cu_seqlens_cpu must not decrease, got 50 and then 40 at index 2"):
+            self.check(inputs, None, False, right, wrong)
+        with pytest.raises(ValueError, match=r"cu_seqlens_cpu must equal cu_seqlens, \[0, 15, 40\], got \[0, 20, 40\]"):
+            self.check(inputs, None, False, right, other)
+        self.check(inputs, None, False, right)
+        with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 50 and then 40 at index 2"):
+            self.check(inputs, None, False, wrong)
+
+    def test_no_tensor_is_kept(self, rng, checked):
+        inputs = make_inputs(rng, 40, dtype=torch.bfloat16)
+        cu = cu_seqlens_of([15, 25])
+        arguments = [*inputs, make_state(rng, inputs, 2), False, cu, cu.clone()]
+        checks.check_inputs(*arguments)
+        alive = [weakref.ref(x) for x in arguments if isinstance(x, torch.Tensor)]
+        checked.clear()
+        del inputs, arguments, cu
+        assert len(alive) == 8 and not any(ref() is not None for ref in alive)
+
+    def test_others_than_plain_tensors_are_checked_each_time(self, rng, checked):
+        inputs = make_inputs(rng, 40, dtype=torch.bfloat16)
+        for _ in range(2):
+            self.check(inputs, torch.nn.Parameter(make_state(rng, inputs)))
+        assert len(checked) == 2
+
+    def test_it_is_bounded(self, checked):
+        assert checks._passed.cache_info().maxsize == 1024
+
+    def test_threads_at_once(self, rng, checked):
+        """Forms come and go in eight threads: each gets its own problem."""
+        forms = [make_inputs(rng, tokens, dtype=torch.bfloat16) for tokens in range(1, 20)]
+        with ThreadPoolExecutor(8) as pool:
+            problems = list(pool.map(self.check, forms * 20))
+        assert [problem.tokens for problem in problems] == list(range(1, 20)) * 20
+
+
+def test_on_device(monkeypatch):
+    """Nothing is switched where the device is current, and a CPU's tensors have none."""
+    switched = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(switched.append(device)))
+    for name in ("cpu", "cuda", "cuda:1", "cuda:0"):
+        with device.on_device(torch.device(name)):
+            pass
+    assert switched == [torch.device("cuda:0")]

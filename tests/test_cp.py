@@ -357,8 +357,8 @@ def expected_items(bound, lengths, plan: Plan, serial_split_up_to: int):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_items(plan, value_dim, seed, packed):
     """cp_plan against its description: random lengths, random bounds of which some grow, gaps of the numbering without work."""
-    from qla.kernels.cp_plan import cp_plan
-    from qla.kernels.ws import SEQ_SHIFT, SPLIT, num_slots
+    from qla.kernels.launch import cp_plan, num_slots
+    from qla.kernels.ws import SEQ_SHIFT, SPLIT
 
     rng = torch.Generator().manual_seed(seed)
     heads = 5

@@ -58,9 +58,10 @@ BATCHES = (2, 33, 40, 140)
 def test_block_widths_and_waves(batch, dtype, rng):
     """Few items, a full card, and several waves; both widths of V are run."""
     if DEVICE == "cuda":
-        fwd_fused = pytest.importorskip("qla.kernels.fwd_fused")
+        from qla.kernels.launch import choose_block_v
+
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        widths = {fwd_fused.choose_block_v(4 * n, sms) for n in BATCHES}
+        widths = {choose_block_v(4 * n, sms) for n in BATCHES}
         assert widths == {64, 128}, "the batches of this test no longer reach both block widths"
     x = make_inputs(rng, 100, (2, 4), batch=batch, dtype=dtype)
     assert_accurate(x, x.run())

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import fwd_fused as fwd  # noqa: E402
+from qla.kernels.launch import choose_block_v  # noqa: E402
 from qla.kernels.ws import CHUNKS, HEAD_DIMS, PART_OF_V, PLACE_FIELDS, SKIP  # noqa: E402
 from tests.lowered import (  # noqa: E402
     assert_lanes_hold_pairs_of_gates,
@@ -231,4 +232,4 @@ def test_config_rejects_what_it_cannot_do():
 
 @pytest.mark.parametrize(("items", "block_v"), [(8, 64), (64, 64), (66, 64), (67, 128), (128, 128), (132, 128), (192, 64), (256, 128)])
 def test_block_width_fills_the_device(items, block_v):
-    assert fwd.choose_block_v(items, num_sms=132) == block_v
+    assert choose_block_v(items, num_sms=132) == block_v

@@ -29,6 +29,16 @@ def test_import_makes_no_cuda_context_and_loads_no_tilelang():
     assert out.strip() == "[]"
 
 
+def test_launching_needs_no_tilelang():
+    """Only what is not carried does."""
+    out = run_python(
+        "import sys, torch\n"
+        "from qla.kernels import carried, launch\n"
+        "print(carried.usable(), [name for name in ('tilelang', 'tvm', 'tvm_ffi') if name in sys.modules])"
+    )
+    assert out.strip() == "{} []"
+
+
 def test_import_leaves_torchs_compiler_alone():
     """It takes longer than all else in the package; what marks a function for it is set by hand, and is what its decorator sets."""
     assert run_python("import sys, torch, qla\nprint('torch._dynamo' in sys.modules)").strip() == "False"

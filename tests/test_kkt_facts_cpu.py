@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import kkt_solve as kkt  # noqa: E402
+from qla.kernels import launch  # noqa: E402
 from tests.lowered import generated  # noqa: E402
 
 REGISTERS_PER_SM = 65536
@@ -99,7 +100,7 @@ def test_slots_cover_every_row_once(lengths, padding):
         cu.append(cu[-1] + length)
     tokens, seqs = cu[-1] + padding, len(lengths)
     owners = [0] * tokens
-    for slot in range(kkt.num_units(tokens, 4, seqs, 0)):
+    for slot in range(launch.num_units(tokens, 4, seqs, 0)):
         seq = max(n for n in range(seqs + 1) if cu[n] // 64 + n <= slot)
         begin, end = cu[seq], cu[seq + 1] if seq < seqs else tokens
         first = begin + (slot - cu[seq] // 64 - seq) * 64

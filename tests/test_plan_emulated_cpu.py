@@ -6,7 +6,7 @@ import pytest
 import test_cp as on_gpu
 
 pytest.importorskip("tilelang")
-from qla.kernels import cp_plan  # noqa: E402
+from qla.kernels import cp_plan, launch  # noqa: E402
 from tests.emulated import COMPILER, Emulated  # noqa: E402
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -20,7 +20,7 @@ def sizes(values):
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    return Emulated(cp_plan, cp_plan.CONFIGS[0], tmp_path_factory.mktemp("emulated"), lambda values: (1, 1), sizes)
+    return Emulated(cp_plan, cp_plan.CONFIGS[0], tmp_path_factory.mktemp("emulated"), lambda values: (1, 1, 1), sizes)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "equal"])
@@ -29,5 +29,5 @@ def emulated(tmp_path_factory):
 @pytest.mark.parametrize("plan", on_gpu.PLANS.values(), ids=on_gpu.PLANS)
 def test_items(plan, value_dim, seed, packed, emulated, monkeypatch):
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(cp_plan, "build", lambda cfg: emulated)
+    monkeypatch.setattr(launch, "launcher", lambda kernel: emulated)
     on_gpu.test_items(plan, value_dim, seed, packed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import types
 import warnings
 
@@ -18,6 +17,7 @@ import qla
 from qla import checks, ops
 from qla.checks import recurrent_unsupported_reason
 from qla.device import DeviceSpec
+from qla.kernels import launch
 from qla.reference import recurrent_gated_delta_rule
 
 FUNCTION = qla.fused_recurrent_gated_delta_rule
@@ -209,7 +209,7 @@ def stand_in(monkeypatch):
         if final_state is not None:
             final_state.copy_(state)
 
-    monkeypatch.setitem(sys.modules, "qla.kernels.recurrent", types.SimpleNamespace(recurrent=recurrent))
+    monkeypatch.setattr(launch, "recurrent", recurrent)
     monkeypatch.setattr("qla.api.recurrent_unsupported_reason", lambda q, k, v: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return got

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from inputs import LENGTHS_WITH_GAPS, cu_seqlens_of, make_inputs, make_state
@@ -12,6 +14,7 @@ from qla import autograd
 from qla.reference import recurrent_gated_delta_rule
 
 pytest.importorskip("tilelang")
+from qla.kernels import launch  # noqa: E402
 from qla.kernels import recurrent as kernel  # noqa: E402
 from tests.emulated import COMPILER, Emulated  # noqa: E402
 
@@ -21,16 +24,14 @@ EXACT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}  # of o
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory):
-    """build() of emulated kernels."""
-    made = {}
+    """launcher() of emulated kernels."""
 
-    def build(cfg):
-        if cfg not in made:
-            grid = lambda values: (values["num_seqs"] * values["heads"] * values["parts"], 1)  # noqa: E731
-            made[cfg] = Emulated(kernel, cfg, tmp_path_factory.mktemp("emulated"), grid)
-        return made[cfg]
+    @functools.cache
+    def launcher(_, *form):
+        grid = lambda values: (values["parts"], values["heads"], values["seqs"])  # noqa: E731
+        return Emulated(kernel, kernel.config_for(*form), tmp_path_factory.mktemp("emulated"), grid)
 
-    return build
+    return launcher
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def through_the_emulation(monkeypatch, emulate):
     import contextlib
 
     monkeypatch.setattr("qla.api.recurrent_unsupported_reason", lambda q, k, v: None)
-    monkeypatch.setattr(kernel, "build", emulate)
+    monkeypatch.setattr(launch, "launcher", emulate)
     monkeypatch.setattr(autograd.torch.cuda, "device", lambda device: contextlib.nullcontext())
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
@@ -173,7 +174,7 @@ def test_slices_of_one_projection_are_read_in_place(rng):
     expected = qla.fused_recurrent_gated_delta_rule(*inputs[:3], **options)
     joined = torch.cat([x.flatten(2) for x in inputs[:3]], -1)
     parts = [x.unflatten(-1, (2, 32)) for x in joined.split(64, -1)]
-    assert all(kernel.token_rows(x)[0].data_ptr() == x.data_ptr() and kernel.token_rows(x)[1] == 192 for x in parts)
+    assert all(launch.token_rows(x)[0].data_ptr() == x.data_ptr() and launch.token_rows(x)[1] == 192 for x in parts)
     by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]
     odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs[:3]]
     time_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]]
@@ -187,8 +188,20 @@ def test_every_number_of_warps(rng):
     expected = qla.fused_recurrent_gated_delta_rule(*inputs[:3], inputs.g, beta=inputs.beta, output_final_state=True)
     for warps in (1, 4):
         o, state = torch.full_like(inputs.v, float("nan")), torch.full((1, 4, 64, 100), float("nan"))
-        kernel.recurrent(
+        launch.recurrent(
             *inputs[:3], inputs.g, inputs.beta, None, None, None, None, o, None, state, None, 1, 2, 64**-0.5, False, False, False, False,
             warps,
         )  # fmt: skip
         assert torch.equal(o, expected[0]) and torch.equal(state, expected[1])
+
+
+def test_more_sequences_than_a_launch_takes(rng, monkeypatch):
+    """Their rows, and rows that none owns, are written by several launches."""
+    lengths = [1, 0, 3, 1, 2]
+    inputs = make_inputs(rng, sum(lengths) + 12, key_dim=16, value_dim=16, dtype=torch.float32)
+    start = make_state(rng, inputs, len(lengths))
+    options = {"beta": inputs.beta, "initial_state": start, "output_final_state": True, "cu_seqlens": cu_seqlens_of(lengths)}
+    expected = qla.fused_recurrent_gated_delta_rule(*inputs[:3], inputs.g, **options)
+    monkeypatch.setattr(launch, "SEQS_AT_ONCE", 2)
+    got = qla.fused_recurrent_gated_delta_rule(*inputs[:3], inputs.g, **options)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla import aot  # noqa: E402
-from qla.kernels import recurrent  # noqa: E402
+from qla.kernels import launch, recurrent  # noqa: E402
 from qla.kernels.ws import REGS_PER_SM  # noqa: E402
 from tests.lowered import generated  # noqa: E402
 
@@ -25,65 +25,72 @@ def test_launch_shape(kernel):
     assert smem == cfg.smem_bytes == 0 and "__shared__" not in code
     assert "__syncthreads" not in code and "__syncwarp" not in code, "warps do not wait for each other"
     assert cfg.blocks_per_sm * cfg.threads * recurrent.REGS[cfg.dtype] <= REGS_PER_SM
-    assert cfg.blocks_per_sm * cfg.warps == (8 if cfg.dtype == "float32" else 12)
+    assert cfg.blocks_per_sm * cfg.warps == (16 if cfg.dtype == "float32" else 20)
 
 
 def test_accesses_are_wide(kernel):
     """States 16 bytes at a time, four elements of q and k; all of them in unrolled loops."""
     cfg, _, code = kernel
-    quad = {"bfloat16": "uint2", "float16": "uint2", "float32": "float4"}[cfg.dtype]
-    assert len(re.findall(r"\*\(float4\*\)\(\w+ \+ .*?\) = \*\(float4\*\)\(H0 \+ ", code)) == 1
-    assert code.count("store_quad((&(HT[0])), ") == 1 and " HT[" not in code and "H0[" not in code
-    for name in ("Q", "K"):
-        assert len(re.findall(rf"\*\({quad}\*\)\(\w+ \+ .*?\) = \*\({quad}\*\)\({name} \+ ", code)) == 2, "of the first token, of the next"
-        assert not re.search(rf"\b{name}\[", code)
-    loops = re.findall(r"(#pragma unroll\s+)?for \(int (\w+) = 0; (.*?);", code)
-    rolled = [limit for unrolled, _, limit in loops if not unrolled]
-    assert len(rolled) == 2, "tokens, and rows that no sequence owns"
+    assert code.count("::load_state(") == code.count("::store_state(") == 1
+    quads = f"::load_quad<{4 if cfg.dtype == 'float32' else 2}>("
+    assert code.count(quads) == code.count("::load_quad") == 4, "of q and k, of the first token, of the next"
+    assert code.count("::load_one(") == 2 and code.count("::store_one(") == 2, "of v; of o, of a token and of a row that no sequence owns"
+    assert not re.search(r"\b(?:Q|K|V|O|H0|HT)\[(?!0\]\))", code), "addresses of the first elements and nothing else"
+    loops = re.findall(r"(#pragma unroll\s+)?for \(int ", code)
+    assert all(loops) and len(re.findall(r"\bwhile \(", code)) == 2, "tokens, and rows that no sequence owns"
 
 
 def test_state_is_asked_for_before_anything_else(kernel):
-    """Nothing that waits for memory stands before the state's loads."""
+    """Nothing that waits for memory stands before the state's loads, and no division anywhere."""
     _, _, code = kernel
-    before = code[: code.index("*(float4*)(H0 + ")]
-    assert not re.search(r"qla_recurrent::(?!anew)|= \*\(", before.rpartition("\n")[0])
+    before = code[: code.index("::load_state(")]
+    called = set(re.findall(r"qla_recurrent::(\w+)", before.rpartition("\n")[0]))
+    assert called == {"index", "once", "quad_at", "number_at", "array_of_lane", "log_bytes"}
+    assert not re.search(r" [/%] ", re.sub(r"/\*.*?\*/", "", code))
 
 
+@pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("v_first", [False, True])
-def test_lanes_share_a_state_without_overlap(v_first):
-    """Every element of a warp's 128 x 16 part belongs to one register of one lane; a load takes neighbours; both layouts the same rows."""
-    cfg = recurrent.RecurrentConfig(state_v_first=v_first)
-    owners, rows = {}, {}
-    for lane, i, e, r in product(range(32), range(4), range(4), range(4)):
-        a, b = lane // 8, lane % 8
-        element = (32 * i + 4 * b + e, cfg.column(a, r))
+def test_lanes_share_a_state_without_overlap(v_first, warps):
+    """Every element of a block's columns belongs to one register of one thread; a load takes neighbours; both layouts the same rows."""
+    cfg = recurrent.RecurrentConfig(state_v_first=v_first, warps=warps)
+    owners = {}
+    for thread, n, r in product(range(cfg.threads), range(8), range(4)):
+        b, c = thread % 16, thread // 16
+        element = (64 * (n // 4) + 4 * b + n % 4, 4 * c + r)
         assert element not in owners
-        owners[element] = (lane, cfg.element(i, e, r))
-        rows.setdefault(b, []).append(element[0])
-    assert len(owners) == 128 * 16 and len({place for place in owners.values()}) == 128 * 16
-    assert all(sorted(set(of_lane)) == [32 * i + 4 * b + e for i in range(4) for e in range(4)] for b, of_lane in rows.items())
-    for lane, i, j in product(range(32), range(4), range(4)):
-        # the quad that a load brings into registers 4 n .. 4 n + 3, as elements of the state, starting where state_quad says
-        z = SimpleNamespace(state=0, v0=0, a=lane // 8, b=lane % 8, k_quads=32, v_quads=32)
-        first = 32 * i + 4 * z.b + (0 if v_first else j), cfg.column(z.a, j if v_first else 0)
-        begin = first[1] * 128 + first[0] if v_first else first[0] * 128 + first[1]
-        assert begin % 4 == 0
+        owners[element] = (thread, cfg.element(n, r))
+    assert len(owners) == len(set(owners.values())) == 128 * cfg.columns
+    for thread, i, j in product(range(cfg.threads), range(2), range(4)):
+        # the quad that a load brings into registers 4 n .. 4 n + 3, as elements of the state
+        z = SimpleNamespace(b=thread % 16, c=thread // 16, k_quads=32, v_quads=32)
+        begin = 4 * (recurrent.first_quad(cfg, z.b, z.c, 32, 32) + recurrent.quads_further(cfg, z, i, j))
         for x in range(4):
-            element = (first[0] + x, first[1]) if v_first else (first[0], first[1] + x)
-            assert owners[element] == (lane, (i * 4 + j) * 4 + x)
+            element = ((begin + x) % 128, (begin + x) // 128) if v_first else ((begin + x) // 128, (begin + x) % 128)
+            assert owners[element] == (thread, (i * 4 + j) * 4 + x)
+
+
+def test_key_heads():
+    """The launcher's share, and the product in the kernel, give the key head of every head."""
+    for key_heads, ratio in product((1, 2, 3, 7, 16, 100), (1, 2, 3, 4, 5, 7, 12, 100)):
+        share = launch.key_share(key_heads, key_heads * ratio)
+        assert 0 < share < 2**31
+        assert all(((4 * head + 2) * share) >> 32 == head // ratio for head in range(key_heads * ratio))
 
 
 def test_kinds_agree_with_device_code():
     source = Path(recurrent.__file__).with_suffix(".cuh").read_text()
     names = re.search(r"enum Kind \{ (.*?) \}", source)[1].split(", ")
-    assert names == [f"k{str(dtype).removeprefix('torch.').title()}" for dtype in recurrent.KINDS]
-    assert list(recurrent.KINDS.values()) == [0, 1, 2]
+    assert names == [f"k{str(dtype).removeprefix('torch.').title()}" for dtype in launch.KINDS]
+    assert list(launch.KINDS.values()) == [0, 1, 2]
+    lanes = re.search(r"b == (\d) \? g : b == (\d) \? a_log : b == (\d) \? dt_bias.*b >= (\d) && b < (\d) ", source, re.S)
+    assert [int(n) for n in lanes.groups()] == [launch.G, launch.A_LOG, launch.DT_BIAS, launch.BETA, launch.BETA + 4]
 
 
 def test_docstring():
     text = recurrent.__doc__
-    assert f"A warp owns {recurrent.COLUMNS} columns of V" in text
-    assert "two warps a block" in text and recurrent.WARPS == 2 and f"{recurrent.WARPS * recurrent.COLUMNS} columns of V" in text
+    assert "Sixteen lanes own four columns of V" in text and recurrent.ROW_LANES == 16 and "sums over 16 lanes" in text
+    assert "four warps a block" in text and recurrent.WARPS == 4 and f"({recurrent.RecurrentConfig().columns} columns of V" in text
     assert "Shared memory, barriers    none" in text
 
 
@@ -111,5 +118,5 @@ def test_registers(cfg, tmp_path):
     sass = tmp_path / f"{cfg.name}.sass"
     if sass.exists():
         text = sass.read_text()
-        assert len(re.findall(r"\bSTG\.E\.128\b", text)) == 16
-        assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 16 + (16 if cfg.dtype == "float32" else 0)
+        assert len(re.findall(r"\bSTG?\.E\.128\b", text)) == 8
+        assert len(re.findall(r"\bLDG\.E\.(?:64|128)\.CONSTANT\b", text)) >= 16, "the state; q and k, of the first token, of the next"

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("tilelang")
 from qla.kernels import cp_prep as scan  # noqa: E402
+from qla.kernels.launch import choose_block_v, num_slots  # noqa: E402
 from qla.kernels.ws import (  # noqa: E402
-    CHUNKS,
     ENDS,
     FROM_SEGMENT,
     FROM_STATE,
@@ -18,7 +18,6 @@ from qla.kernels.ws import (  # noqa: E402
     SKIP,
     SMEM_LIMIT_SM90,
     SOURCE,
-    num_slots,
 )
 from tests.lowered import (  # noqa: E402
     assert_lanes_hold_pairs_of_gates,
@@ -30,7 +29,7 @@ from tests.lowered import (  # noqa: E402
 )
 
 Role = scan.Role
-BARRIERS = ("tiles_full", "tiles_empty", "p_ring_full", "p_ring_empty", "state_ring_full", "state_ring_empty", "tail")
+BARRIERS = ("tiles_full", "tiles_empty", "p_ring_full", "p_ring_empty", "state_ring_full", "state_ring_empty", "values_ready", "tail")
 TILES = ("q", "k", "x", "a")  # what TMA loads
 
 
@@ -53,11 +52,11 @@ def roles(cfg, code):
 
 
 def arrives(part):
-    return re.findall(r"(\w+)\[[^;]*\]\.arrive\(\)", part)
+    return re.findall(r"(\w+)\[[^;{}]*\]\.arrive\(\)", part)
 
 
 def waits(part):
-    return re.findall(r"(\w+)\[[^;]*\]\.wait\(", part)
+    return re.findall(r"(\w+)\[[^;{}]*\]\.wait\(", part)
 
 
 def state_loop(cfg, code):
@@ -82,7 +81,8 @@ def test_barriers(kernel):
     cfg, _, code = kernel
     state, score, warp = cfg.state_threads, 128 if cfg.reverse else 0, 32
     counts = {
-        "tiles_full": {2 * warp}, "tiles_empty": {state + score}, "state_ring_full": {state}, "state_ring_empty": {warp}, "tail": {warp},
+        "tiles_full": {2 * warp}, "tiles_empty": {state + score + warp}, "state_ring_full": {state}, "state_ring_empty": {warp},
+        "values_ready": {state}, "tail": {warp},
     }  # fmt: skip
     if cfg.reverse:
         counts |= {"p_ring_full": {score}, "p_ring_empty": {state}}
@@ -91,7 +91,7 @@ def test_barriers(kernel):
     for name, count in inits:
         found.setdefault(name, set()).add(int(count))
     assert found == counts
-    assert len(inits) == sum(cfg.stages if name.startswith("tiles") else 1 for name in counts), "every slot of every ring"
+    assert len(inits) == sum(cfg.stages if name.startswith(("tiles", "values")) else 1 for name in counts), "every slot"
     assert code.count("__syncthreads()") == 2, "after barrier initialisation and after the place: between roles it would deadlock"
     before, after = code[: code.index("warpgroup_reg_")], code[code.index("warpgroup_reg_") :]
     assert "__syncthreads()" not in after
@@ -101,8 +101,8 @@ def test_barriers(kernel):
 def test_roles_signal_what_the_table_says(kernel):
     cfg, _, code = kernel
     part = roles(cfg, code)
-    assert arrives(part["STATE"]) == ["state_ring_full", *(["p_ring_empty"] if cfg.reverse else []), "tiles_empty"]
-    assert arrives(part["IO"]) == ["tail", "tiles_full", "tiles_full", "state_ring_empty"]
+    assert arrives(part["STATE"]) == ["state_ring_full", *(["p_ring_empty"] if cfg.reverse else []), "values_ready", "tiles_empty"]
+    assert arrives(part["IO"]) == ["tail", "tiles_full", "tiles_full", "state_ring_empty", "tiles_empty"]
     if cfg.reverse:
         assert arrives(part["SCORE"]) == ["p_ring_full", "tiles_empty"]
 
@@ -127,10 +127,11 @@ def test_stores_are_fenced_by_the_warp_that_hands_them_to_tma(kernel):
     before, loop, after = state_loop(cfg, code)
     assert before.count("fence_proxy_async") <= 1, "TileLang's own, for the place: once a block"
     assert "fence_proxy_async" not in loop + after
-    assert part["IO 2"].count("tl::tma_store(") == cfg.halves
-    store = part["IO 2"][part["IO 2"].index("state_ring_full[0].wait") :]
-    assert store.index("fence_proxy_async") < store.index("tl::tma_store(")
-    assert store.rindex("tl::tma_store(") < store.index("tl::tma_store_wait<0") < store.index("state_ring_empty[0].arrive()")
+    of_state, of_values = re.split(r"(?=values_ready\[)", part["IO 2"][part["IO 2"].index("state_ring_full[0].wait") :])
+    for store, count, release in ((of_state, cfg.halves, "state_ring_empty[0].arrive()"), (of_values, 1, "tiles_empty[")):
+        assert store.count("tl::tma_store(") == count
+        assert store.index("fence_proxy_async") < store.index("tl::tma_store(")
+        assert store.rindex("tl::tma_store(") < store.index("tl::tma_store_wait<0") < store.index(release)
     if cfg.reverse:
         score = part["SCORE"]
         assert score.index("fence_proxy_async") < score.index("p_ring_full[0].arrive()")
@@ -162,11 +163,17 @@ def test_states_are_handed_on_from_chunk_skip(kernel):
     place = place_of(code)
     before, loop, _ = state_loop(cfg, code)
     assert f"int skip = qla_uniform({place}[{SKIP}]);" in before
-    (guarded,) = re.findall(r"^( *)if \(skip <= \w+\) \{\n(.*?)^\1\}$", loop, re.M | re.S)
+    guarded, values = re.findall(r"^( *)if \(skip <= \w+\) \{\n(.*?)^\1\}$", loop, re.M | re.S)
     assert re.search(r"state_ring_empty\[0\]\.wait\(\(\(\(\w+ \+ 1\) - skip\) & 1\)\);", guarded[1]), "counted from there too"
     assert arrives(guarded[1]) == ["state_ring_full"]
     assert guarded[1].count("qla_store_plain(") == loop.count("qla_store_plain(") == cfg.halves
-    assert re.search(rf"< \({place}\[{CHUNKS}\] - {place}\[{SKIP}\]\);", roles(cfg, code)["IO 2"]), "as many as are stored"
+    assert arrives(values[1]) == ["values_ready"] and values[1].count("qla_store_transposed_rounded<") == 1
+    store = roles(cfg, code)["IO 2"]
+    (stored,) = re.findall(r"^( *)if \(skip\w* <= \w+\) \{\n(.*?)^\1\}$", store, re.M | re.S)
+    assert waits(stored[1]) == ["state_ring_full", "values_ready"] and arrives(stored[1]) == ["state_ring_empty"], (
+        "as many as are handed on"
+    )
+    assert waits(store[: store.index(stored[1])]) == ["tiles_full"] and arrives(store) == ["state_ring_empty", "tiles_empty"]
 
 
 def test_state_begins_and_ends_as_the_place_says(kernel):
@@ -220,7 +227,8 @@ def test_roles_in_docstring(kernel):
             continue
         last = first + cfg.role_threads(role) - 1
         assert column(threads, cfg.block_v) in (f"{first}-{last}", f"next {last - first + 1}", f"last {last - first + 1}"), name
-        assert int(column(registers, cfg.block_v)) == cfg.regs[role], name
+        forward = re.search(r"; forward (\d+)", work)
+        assert int(forward[1] if forward and not cfg.reverse else column(registers, cfg.block_v)) == cfg.regs[role], name
         first = last + 1
     assert first == cfg.threads
 
@@ -255,16 +263,20 @@ def test_barriers_in_docstring(kernel):
     counts = dict(re.findall(r"(\w+)\[0\]\.init\((\d+)\)", code))
     part = roles(cfg, code)
     agents = [name for name in ("STATE", "SCORE", "IO 0", "IO 1", "IO 2") if name in part]
-    rows = re.findall(r"^    (\S+) +((?:STATE|SCORE|IO).*?)  +((?:STATE|SCORE|IO).*?)  +(\S.*)$", section("Barriers", "Schedule"), re.M)
+    rows = re.findall(
+        r"^    (\S+) +((?:STATE|SCORE|IO|all but).*?)  +((?:STATE|SCORE|IO).*?)  +(\S.*)$", section("Barriers", "Schedule"), re.M
+    )
     assert [row[0].replace(".", "_") for row in rows] == list(BARRIERS)
     for name, signalled, waited, count in rows:
         barrier = name.replace(".", "_")
         if barrier not in counts:
             assert not cfg.reverse and name.startswith("p_ring")
             continue
+        signalled = signalled.replace("all but IO 0,1", "STATE, SCORE, IO 2")
         for text, calls in ((signalled, arrives), (waited, waits)):
             assert {a for a in text.split(", ") if a in agents} == {a for a in agents if barrier in calls(part[a])}, name
         number = cfg.state_threads if count.startswith("STATE threads") else int(re.match(r"\d+", count)[0])
+        number += 32 if count.startswith("STATE threads + 32") else 0
         if cfg.reverse and "in reverse + 128" in count:
             number += 128
         assert number == int(counts[barrier]), name
@@ -291,7 +303,7 @@ def test_variants_are_distinct():
 
 @pytest.mark.parametrize(("items", "block_v"), [(1, 64), (66, 64), (67, 128), (132, 128), (133, 64), (198, 64), (199, 128), (264, 128)])
 def test_block_width_fills_the_device(items, block_v):
-    assert scan.choose_block_v(items, num_sms=132) == block_v
+    assert choose_block_v(items, num_sms=132) == block_v
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ from bench.startup import first_call
 from qla import autograd, startup
 from qla.autocp import WHOLE, Plan
 from qla.device import DeviceSpec
+from qla.kernels import carried, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 CHEAP = "cp_plan"  # the variant that compiles fastest, in a second or two
@@ -33,8 +33,8 @@ LOAD = f"import qla\nqla.warmup({CHEAP!r}, verbose=False)"
 
 @pytest.fixture
 def cache(monkeypatch):
-    """Stand-ins for ten variants and TileLang's cache: names of what is on disk, and (name, was it there) of each build."""
-    state = SimpleNamespace(disk=set(), builds=[], shares=[], broken=set())
+    """Stand-ins for ten variants, package and TileLang's cache: names of what is on disk and carried; (name, was it there) of builds."""
+    state = SimpleNamespace(disk=set(), carried=set(), builds=[], shares=[], broken=set())
     clock = [0.0]
 
     def build(cfg):
@@ -47,6 +47,8 @@ def cache(monkeypatch):
     module = SimpleNamespace(build=build)
     configs = [SimpleNamespace(name=f"variant {i}") for i in range(10)]
     monkeypatch.setattr(startup, "variants", lambda only="": [(module, cfg) for cfg in configs if only in cfg.name])
+    monkeypatch.setattr(launch, "names", lambda only="": (cfg.name for cfg in configs if only in cfg.name))
+    monkeypatch.setattr(carried, "function", lambda name: print if name in state.carried else None)
     monkeypatch.setattr(startup.time, "monotonic", lambda: clock[0])
 
     def elsewhere(names, jobs, step):
@@ -64,6 +66,15 @@ def test_what_is_there_is_loaded(cache):
     cache.disk.update(f"variant {i}" for i in range(10))
     assert qla.warmup(verbose=False) == 10
     assert cache.builds == [(f"variant {i}", True) for i in range(10)] and cache.shares == []
+
+
+def test_what_is_carried_is_not_built(cache):
+    cache.carried.update(f"variant {i}" for i in range(10))
+    assert qla.warmup(verbose=False) == 10 and cache.builds == cache.shares == []
+    cache.carried.remove("variant 4")
+    assert qla.warmup(verbose=False) == 10 and cache.builds == [("variant 4", False)] and cache.shares == []
+    assert qla.warmup("variant 3", verbose=False) == 1 and len(cache.builds) == 1
+    assert len(startup.build_all("variant 3", verbose=False)) == 1, "a cache that is filled for others gets all"
 
 
 @pytest.mark.parametrize("there", [0, 3])
@@ -169,24 +180,88 @@ def test_a_filled_cache_compiles_nothing_and_needs_no_compiler(filled):
     assert build_counting(LOAD, fresh(filled, nvcc=False)) == {"compiled": 0, "loaded": 1}
 
 
-def test_carried_kernels_compile_nothing_and_need_no_compiler(filled, tmp_path):
-    """From a package whose folder cannot be written; with kernels of other sources, they are not found."""
-    from qla.kernels import carried
-
-    package, cache_dir = tmp_path / "site", tmp_path / "cache"
+@pytest.fixture
+def carrying(filled, tmp_path) -> Path:
+    """A folder with the package and the cheap variant, as a wheel installs them."""
+    package = tmp_path / "site"
     shutil.copytree(ROOT / "qla", package / "qla", ignore=shutil.ignore_patterns("__pycache__"))
-    assert carried.pack(filled, package / "qla" / "kernels" / "compiled.tar.xz", importlib.metadata.version("tilelang"), "13.0") == 1
-    for folder in (package / "qla" / "kernels", package / "qla", package):
+    (library,) = filled.rglob("executable.so")
+    assert carried.pack({CHEAP: library}, package / "qla" / "kernels" / carried.FOLDER.name, "1.0") == 1
+    return package
+
+
+LAUNCH = f"""\
+from qla.kernels import launch
+function = launch.launcher({CHEAP!r})
+try:
+    function(1)
+except Exception as error:
+    assert "num_args should be 15" in str(error), error
+else:
+    raise AssertionError("a call with one argument")"""
+NO_TILELANG = "import sys\nassert 'tilelang' not in sys.modules and 'tvm' not in sys.modules"
+
+
+def test_carried_kernels_need_neither_compiler_nor_tilelang(carrying, tmp_path):
+    """From a package whose folder cannot be written, and nothing is written elsewhere. The function is there, and checks its arguments."""
+    folders = (carrying / "qla" / "kernels", carrying / "qla", carrying)
+    for folder in folders:
         folder.chmod(0o555)
-    code = f"{LOAD}\nassert qla.__file__.startswith({str(package)!r})"
     try:
-        assert build_counting(code, fresh(cache_dir, package, nvcc=False)) == {"compiled": 0, "loaded": 1}
-        changed = package / "qla" / "kernels" / "cp_plan.cuh"
-        changed.write_text(changed.read_text() + "\n// changed\n")
-        assert build_counting(code, fresh(cache_dir, package)) == {"compiled": 1, "loaded": 0}
+        for code in (LOAD, LAUNCH, f"{LOAD}\n{LAUNCH}"):
+            code = f"{code}\nimport qla\nassert qla.__file__.startswith({str(carrying)!r})\n{NO_TILELANG}"
+            assert build_counting(code, fresh(tmp_path / "cache", carrying, nvcc=False)) == {"compiled": 0, "loaded": 1}
+        assert not (tmp_path / "cache").exists()
     finally:
-        for folder in (package, package / "qla", package / "qla" / "kernels"):
+        for folder in folders:
             folder.chmod(0o755)
+
+
+def test_tilelang_may_be_imported_before_and_after(carrying, tmp_path):
+    """Its libraries are the same: what another kernel needs compiles beside those that are carried."""
+    for code in (f"import tilelang\n{LAUNCH}", f"{LAUNCH}\nimport tilelang\n{LAUNCH}"):
+        assert build_counting(code, fresh(tmp_path / "cache", carrying, nvcc=False)) == {"compiled": 0, "loaded": 1}
+    code = f"{LAUNCH}\nfrom qla.kernels import cp_plan\ncp_plan.build(cp_plan.CONFIGS[0])"
+    assert build_counting(code, fresh(tmp_path / "cache", carrying)) == {"compiled": 1, "loaded": 1}
+
+
+def test_carried_kernels_of_other_sources_are_not_used(carrying, filled, tmp_path):
+    changed = carrying / "qla" / "kernels" / "cp_plan.cuh"
+    changed.write_text(changed.read_text() + "\n// changed\n")
+    assert build_counting(LOAD, fresh(tmp_path / "cache", carrying)) == {"compiled": 1, "loaded": 0}
+
+
+def test_a_damaged_library_is_compiled_again(carrying, filled, tmp_path):
+    """With a warning; what TileLang's cache holds is loaded from there."""
+    library = carrying / "qla" / "kernels" / carried.FOLDER.name / f"{CHEAP}.so"
+    library.write_bytes(library.read_bytes()[:-1])
+    code = f"""\
+import warnings
+import qla
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    qla.warmup({CHEAP!r}, verbose=False)
+assert "does without kernels that it carries" in str(caught[0].message) and len(caught) == 1"""
+    assert build_counting(code, fresh(filled, carrying, nvcc=False)) == {"compiled": 0, "loaded": 1}
+    assert build_counting(code, fresh(tmp_path / "cache", carrying)) == {"compiled": 1, "loaded": 0}
+
+
+CARRIED_THREADS = f"""\
+import threading
+from qla.kernels import launch
+together, functions = threading.Barrier(8), []
+def first():
+    together.wait()
+    functions.append(launch.launcher({CHEAP!r}))
+threads = [threading.Thread(target=first) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(functions) == 8 and len(set(map(id, functions))) == 1"""
+
+
+def test_eight_threads_load_what_is_carried_once(carrying, tmp_path):
+    code = f"{CARRIED_THREADS}\n{NO_TILELANG}"
+    assert build_counting(code, fresh(tmp_path / "cache", carrying, nvcc=False)) == {"compiled": 0, "loaded": 1}
 
 
 THREADS = f"""\
@@ -260,6 +335,59 @@ def test_once_per_config():
     assert build("broken") == "kernel broken"
 
 
+@pytest.fixture
+def empty_launcher():
+    launch.launcher.cache_clear()
+    yield
+    launch.launcher.cache_clear()
+
+
+def test_launcher_is_the_compiled_function(monkeypatch, empty_launcher):
+    """Found once for each form: what is carried, else what TileLang compiled, without its own loop over the arguments."""
+    asked = []
+
+    def build(cfg):
+        asked.append(cfg)
+        executable = {"main": lambda *arguments: (cfg, arguments)}
+        return SimpleNamespace(adapter=SimpleNamespace(get_exportable_executable=lambda: executable))
+
+    module = SimpleNamespace(build=build, config_for=lambda reverse, head_k: f"config {reverse} {head_k}")
+    monkeypatch.setitem(sys.modules, "qla.kernels.cp_merge", module)
+    monkeypatch.setattr(
+        launch.carried, "function", lambda name: asked.append(name) or ((lambda *_: "carried") if "forward" in name else None)
+    )
+    for _ in range(2):
+        assert launch.launcher("cp_merge", True, 64)(1, 2) == ("config True 64", (1, 2))
+        assert launch.launcher("cp_merge", False, 128)(1, 2) == "carried"
+    assert asked == ["merge_reverse_k64", "config True 64", "merge_forward_k128"]
+    assert launch.launcher.cache_info().maxsize is not None
+
+
+def test_forms_are_those_of_the_listed_variants():
+    """What is launched by its name alone is what is built for the form; every listed variant has one."""
+    pytest.importorskip("tilelang")
+    assert list(launch.FORMS) == list(launch.NAMES) == list(startup.KERNELS)
+    for kernel, forms in launch.FORMS.items():
+        module = importlib.import_module(f"qla.kernels.{kernel}")
+        assert [module.config_for(*form) for form in forms] == list(module.CONFIGS)
+        assert [launch.NAMES[kernel](*form) for form in forms] == [cfg.name for cfg in module.CONFIGS]
+    assert list(launch.names()) == [cfg.name for _, cfg in startup.variants()]
+    assert list(launch.names("float16")) == [cfg.name for _, cfg in startup.variants("float16")]
+    kkt = importlib.import_module("qla.kernels.kkt_solve")
+    for form in itertools.product(launch.HALVES, range(1, 20), launch.HEAD_DIMS):
+        assert launch.NAMES["kkt_solve"](*form) == kkt.config_for(*form).name
+    recurrent = importlib.import_module("qla.kernels.recurrent")
+    assert launch.NAMES["recurrent"](torch.float32, True, 4) == recurrent.config_for(torch.float32, True, 4).name
+    assert recurrent.config_for(torch.float32, True, 4).columns == 4 * launch.COLUMNS
+
+
+def test_tensors_that_nobody_reads_take_no_memory():
+    for dtype in (torch.int32, torch.float32, torch.bfloat16):
+        x = launch.unread(torch.device("cpu"), dtype)
+        assert x is launch.unread(torch.device("cpu"), dtype)
+        assert (x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) == (dtype, (0,), (1,), 0)
+
+
 def test_every_kernel_is_built_once():
     for kernel in startup.KERNELS:
         assert "\n@once_per_config\ndef build(" in (ROOT / "qla" / "kernels" / f"{kernel}.py").read_text(), kernel
@@ -301,9 +429,7 @@ def test_heads_batches_lengths_and_scales_ask_for_listed_variants(monkeypatch):
     """Real launchers, stand-ins for kernels: what calls of any size ask for is what is built ahead, each of them for some call."""
     pytest.importorskip("tilelang")
     asked = set()
-    for kernel in CHUNKED:
-        module = importlib.import_module(f"qla.kernels.{kernel}")
-        monkeypatch.setattr(module, "build", lambda cfg: asked.add(cfg.name) or (lambda *_: None))
+    monkeypatch.setattr(launch, "launcher", lambda kernel, *form: asked.add(launch.NAMES[kernel](*form)) or (lambda *_: None))
     monkeypatch.setattr(autograd, "device_spec", lambda _: DeviceSpec(index=0, capability=(9, 0), sm_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(autograd, "_Beside", lambda _: Beside())

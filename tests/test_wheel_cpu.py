@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from email.parser import Parser
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -16,19 +18,20 @@ import qla
 from qla.kernels import carried
 
 ROOT = Path(__file__).resolve().parents[1]
-ARCHIVE = "qla/kernels/compiled.tar.xz"
+COMPILED = "qla/kernels/compiled"
 NEEDED_TO_BUILD = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
-def build_wheel(tmp_path_factory: pytest.TempPathFactory, archive: bytes | None = None) -> zipfile.ZipFile:
-    """A wheel of a copy of the tree, built with the environment's own setuptools; with an archive of kernels where `make wheel` puts it."""
+def build_wheel(tmp_path_factory: pytest.TempPathFactory, carries: Mapping[str, bytes] = MappingProxyType({})) -> zipfile.ZipFile:
+    """A wheel of a copy of the tree, built with the environment's own setuptools; with files where `make wheel` puts its kernels."""
     pytest.importorskip("setuptools")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in NEEDED_TO_BUILD:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "qla", source / "qla", ignore=shutil.ignore_patterns("__pycache__"))
-    if archive is not None:
-        (source / ARCHIVE).write_bytes(archive)
+    for name, content in carries.items():
+        (source / COMPILED).mkdir(exist_ok=True)
+        (source / COMPILED / name).write_bytes(content)
     # Folders that must stay out, as they stand in a checkout.
     for folder in ("tests", "bench"):
         (source / folder).mkdir()
@@ -47,12 +50,13 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 
 
 def test_kernels_are_carried_where_they_are_looked_for(tmp_path_factory, wheel):
-    carrying = build_wheel(tmp_path_factory, b"kernels")
-    assert carrying.read(ARCHIVE) == b"kernels"
-    assert {*carrying.namelist()} - {*wheel.namelist()} == {ARCHIVE}
-    assert carried.ARCHIVE == ROOT / ARCHIVE
+    files = {"facts.json": b"{}", "cp_plan.so": b"kernel"}
+    carrying = build_wheel(tmp_path_factory, files)
+    assert {name: carrying.read(f"{COMPILED}/{name}") for name in files} == files
+    assert {*carrying.namelist()} - {*wheel.namelist()} == {f"{COMPILED}/{name}" for name in files}
+    assert carried.FOLDER == ROOT / COMPILED and carried.FACTS in files
     recipe = (ROOT / "Makefile").read_text().partition("\nwheel:")[2].partition("\n\n")[0]
-    assert f"--pack build/wheel/{ARCHIVE}" in recipe and all(name in recipe for name in NEEDED_TO_BUILD)
+    assert f"--pack build/wheel/{COMPILED}\n" in recipe and all(name in recipe for name in NEEDED_TO_BUILD)
 
 
 def test_files_are_the_packages(wheel):

@@ -9,8 +9,12 @@ constexpr unsigned kAll = 0xffffffffu;
 enum Row { kGate = 0, kBeta = 2, kLast = 4 };
 // Fields of `sums`: gradients of gates by token that reads the state, by token that writes it, and of beta.
 enum Sum { kReads = 0, kWrites = 2, kBetas = 4 };
-// Sums of one warpgroup in shared memory: reads, writes, betas [64] each, then the columns' sums of each warp [4, 64].
-constexpr int kSumsOfGroup = 7 * 64;
+// Sums of a head in shared memory, [64] each: those of QUERIES with the columns' sums of each of its warps, [4, 64], for E and for F; those
+// of KEYS; those of VALUES, and <S, dS> in a part from each of its warps.
+enum Place {
+  kQueryReads = 0, kQueryBetas = 64, kScoreColumns = 128, kInverseColumns = 384, kKeyWrites = 640, kKeyReads = 704, kKeyBetas = 768,
+  kValueBetas = 832, kDots = 896
+};
 
 // The same number, of which the compiler knows nothing: what is worked out from it is not carried around the loop over heads in registers.
 __device__ __forceinline__ int opaque(int x) {
@@ -42,65 +46,85 @@ __device__ __forceinline__ int read_rows(const float* g, const float* beta, floa
   return 0;
 }
 
-// sum of S * dS over a half of their elements, the first or the second, a part from each warp
-template <bool HALF, int ELEMENTS>
-__device__ __forceinline__ int dot_states(const void* s, const void* ds, int half, float* dots, int tid) {
+// <S, dS>, states of SIZE elements, a part from each warp
+template <int SIZE, bool HALF>
+__device__ __forceinline__ int dot_states(const void* s, const void* ds, float* out, int tid) {
   tid = opaque(tid);
-  float sum = 0.f;
-  s = static_cast<const char*>(s) + half * ELEMENTS;
-  ds = static_cast<const char*>(ds) + half * ELEMENTS;
-#pragma unroll 4
-  for (int i = tid; i < ELEMENTS / 16; i += 128) {
+  float sums[2] = {0.f, 0.f};
+#pragma unroll 2
+  for (int i = tid; i < SIZE / 8; i += 128) {
     const uint4 x = static_cast<const uint4*>(s)[i], y = static_cast<const uint4*>(ds)[i];
     const unsigned xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 a = qla_unpack<HALF>(xs[j]), b = qla_unpack<HALF>(ys[j]);
-      sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+      sums[0] = fmaf(a.x, b.x, sums[0]);
+      sums[1] = fmaf(a.y, b.y, sums[1]);
     }
   }
+  float sum = sums[0] + sums[1];
 #pragma unroll
   for (int d = 16; d > 0; d >>= 1) sum += __shfl_xor_sync(kAll, sum, d);
-  if ((tid & 31) == 0) dots[tid >> 5] = sum;
+  if ((tid & 31) == 0) out[kDots + (tid >> 5)] = sum;
   return 0;
 }
 
-// W = diag(beta) V - diag(beta gamma) U takes V's place in the tile; V stays in registers
-template <bool HALF>
-__device__ __forceinline__ int make_w(const float* u, void* tile, const float* rows, unsigned* v_kept, int tid) {
+// V and dW in pieces of 16 bytes: LANES lanes have a row; a thread has its piece of ROWS rows, which are 128 / LANES apart.
+template <int V>
+struct Pieces {
+  static constexpr int LANES = V / 8, BITS = V == 128 ? 4 : 3, STEP = 128 / LANES, ROWS = 64 / STEP;
+};
+
+// Rows past the end of a sequence are zero.
+template <int V, typename E>
+__device__ __forceinline__ int load_values(const E* v, long long stride, int rows, unsigned* out, int tid) {
+  using P = Pieces<V>;
   tid = opaque(tid);
-  unsigned w[16];
-  const float gamma[2] = {exp2_fast(opaque(rows[kGate])), exp2_fast(opaque(rows[kGate + 1]))};
-  qla_load_plain(tile, v_kept, tid);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float2 v = qla_unpack<HALF>(v_kept[i]);
-    const float b = rows[kBeta + (i & 1)], bg = b * gamma[i & 1];
-    w[i] = qla_pack<HALF>(b * v.x - bg * u[2 * i], b * v.y - bg * u[2 * i + 1]);
+  for (int i = 0; i < P::ROWS; ++i) {
+    const int row = (tid >> P::BITS) + P::STEP * i;
+    reinterpret_cast<uint4*>(out)[i] =
+        row < rows ? *reinterpret_cast<const uint4*>(v + row * stride + (tid & (P::LANES - 1)) * 8) : make_uint4(0, 0, 0, 0);
   }
-  qla_store_plain(w, tile, tid);
-  fence();
   return 0;
 }
 
-// diag(gamma_L / gamma) K dS, in place
-__device__ __forceinline__ int scale_rest(float* acc, const float* rows) {
-  const float last = opaque(rows[kLast]), rest[2] = {exp2_fast(last - rows[kGate]), exp2_fast(last - rows[kGate + 1])};
-#pragma unroll
-  for (int e = 0; e < 32; ++e) acc[e] *= rest[(e >> 1) & 1];
-  return 0;
-}
-
-// what each token writes to the state: sum of Vd * (diag(gamma_L / gamma) K dS) over V
-template <bool HALF>
-__device__ __forceinline__ int finish_vd(const float* vd, const float* kds, float* sums, void* tile, int tid) {
+// dV = diag(beta) dW to memory, and sums of dW * V over V: those of a thread's rows over the lanes of a row, which exchange halves of them
+template <int V, bool HALF, typename E>
+__device__ __forceinline__ int finish_values(const void* dw, const unsigned* v, const float* beta, E* dv, long long stride, int rows,
+                                             float* out, int tid) {
+  using P = Pieces<V>;
   tid = opaque(tid);
-  unsigned out[16];
+  const int piece = tid & (P::LANES - 1), first = tid >> P::BITS, of_eight = P::STEP == 8 ? first : first & 7;
+  const char* from = static_cast<const char*>(dw) + (piece >> 3) * 8192 + first * 128 + (((piece & 7) ^ of_eight) << 4);
+  float sums[P::ROWS];
 #pragma unroll
-  for (int e = 0; e < 32; ++e) sums[kWrites + ((e >> 1) & 1)] = fmaf(vd[e], kds[e], sums[kWrites + ((e >> 1) & 1)]);
-  qla_round<HALF>(vd, out);
-  qla_store_plain(out, tile, tid);
-  fence();
+  for (int i = 0; i < P::ROWS; ++i) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from + i * (P::STEP * 128));
+    const unsigned xs[4] = {x.x, x.y, x.z, x.w};
+    const float b = beta[first + P::STEP * i];
+    unsigned y[4];
+    sums[i] = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 w = qla_unpack<HALF>(xs[j]), u = qla_unpack<HALF>(v[4 * i + j]);
+      sums[i] = fmaf(w.x, u.x, fmaf(w.y, u.y, sums[i]));
+      y[j] = qla_pack<HALF>(b * w.x, b * w.y);
+    }
+    const int row = first + P::STEP * i;
+    if (row < rows) *reinterpret_cast<uint4*>(dv + row * stride + piece * 8) = make_uint4(y[0], y[1], y[2], y[3]);
+  }
+#pragma unroll
+  for (int half = P::ROWS / 2; half > 0; half >>= 1) {
+    const bool upper = piece & (2 * half);
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float mine = upper ? sums[i + half] : sums[i], other = upper ? sums[i] : sums[i + half];
+      sums[i] = mine + __shfl_xor_sync(kAll, other, 2 * half);
+    }
+  }
+  sums[0] += __shfl_xor_sync(kAll, sums[0], 1);
+  if ((piece & 1) == 0) out[kValueBetas + first + P::STEP * (piece >> 1)] = sums[0];
   return 0;
 }
 
@@ -114,34 +138,24 @@ __device__ __forceinline__ int store_rounded(const float* acc, void* tile, int t
   return 0;
 }
 
-// dW and dV = diag(beta) dW to their tiles; sums of dW * V over V, with dW as rounded: `add_read` takes the rest of beta's gradient from that
+// dK += diag(gamma_L / gamma) (Vd dS^T), whose product with K summed over K is what each token writes to the state
 template <bool HALF>
-__device__ __forceinline__ int finish_dw(const float* dw, const unsigned* v, const float* rows, float* sums, void* dw_tile, void* dv_tile,
-                                         int tid) {
+__device__ __forceinline__ int add_written(float* dk, const float* acc, const void* k_tile, const float* rows, float* sums, int tid) {
   tid = opaque(tid);
-  unsigned out[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float beta = rows[kBeta + (i & 1)];
-    out[i] = qla_pack<HALF>(beta * dw[2 * i], beta * dw[2 * i + 1]);
-  }
-  qla_store_plain(out, dv_tile, tid);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    out[i] = qla_pack<HALF>(dw[2 * i], dw[2 * i + 1]);
-    const float2 a = qla_unpack<HALF>(out[i]), b = qla_unpack<HALF>(v[i]);
-    sums[kBetas + (i & 1)] = fmaf(a.x, b.x, fmaf(a.y, b.y, sums[kBetas + (i & 1)]));
-  }
-  qla_store_plain(out, dw_tile, tid);
-  fence();
-  return 0;
-}
-
-// dK += diag(gamma_L / gamma) (Vd dS^T)
-__device__ __forceinline__ int add_written(float* dk, const float* acc, const float* rows) {
+  unsigned k[16];
+  float with_k[2] = {0.f, 0.f};
   const float last = opaque(rows[kLast]), rest[2] = {exp2_fast(last - rows[kGate]), exp2_fast(last - rows[kGate + 1])};
+  qla_load_plain(k_tile, k, tid);
 #pragma unroll
-  for (int e = 0; e < 32; ++e) dk[e] = fmaf(rest[(e >> 1) & 1], acc[e], dk[e]);
+  for (int i = 0; i < 16; ++i) {
+    const float2 b = qla_unpack<HALF>(k[i]);
+    const int r = i & 1;
+    with_k[r] = fmaf(acc[2 * i], b.x, fmaf(acc[2 * i + 1], b.y, with_k[r]));
+    dk[2 * i] = fmaf(rest[r], acc[2 * i], dk[2 * i]);
+    dk[2 * i + 1] = fmaf(rest[r], acc[2 * i + 1], dk[2 * i + 1]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) sums[kWrites + r] = fmaf(rest[r], with_k[r], sums[kWrites + r]);
   return 0;
 }
 
@@ -176,16 +190,19 @@ __device__ __forceinline__ int add_query(float* dq, const float* acc, const void
                                          int tid) {
   tid = opaque(tid);
   unsigned q[16];
+  float with_q[2] = {0.f, 0.f};
   const float scaled[2] = {exp2_fast(rows[kGate] + log2_scale), exp2_fast(rows[kGate + 1] + log2_scale)};
   qla_load_plain(q_tile, q, tid);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const float2 b = qla_unpack<HALF>(q[i]);
-    const float x = scaled[i & 1] * acc[2 * i], y = scaled[i & 1] * acc[2 * i + 1];
-    sums[kReads + (i & 1)] = fmaf(x, b.x, fmaf(y, b.y, sums[kReads + (i & 1)]));
-    dq[2 * i] += x;
-    dq[2 * i + 1] += y;
+    const int r = i & 1;
+    with_q[r] = fmaf(acc[2 * i], b.x, fmaf(acc[2 * i + 1], b.y, with_q[r]));
+    dq[2 * i] = fmaf(scaled[r], acc[2 * i], dq[2 * i]);
+    dq[2 * i + 1] = fmaf(scaled[r], acc[2 * i + 1], dq[2 * i + 1]);
   }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) sums[kReads + r] = fmaf(scaled[r], with_q[r], sums[kReads + r]);
   return 0;
 }
 
@@ -210,8 +227,9 @@ __device__ __forceinline__ void store_columns(float (&c)[16], float* out, int ti
 // E = s Lower(Gamma * dP), rounded; its product with Q K^T (= dP * P) moves the gates
 template <bool HALF>
 __device__ __forceinline__ int pair_scores(const float* dp, const float* qk, const float* g, float log2_scale, const float* rows,
-                                           unsigned* out, float* sums, float* group_sums, int tid) {
+                                           void* out_rows, float* sums, float* out_sums, int tid) {
   tid = opaque(tid);
+  unsigned* out = static_cast<unsigned*>(out_rows);
   float columns[16];
   const float gates[2] = {opaque(rows[kGate]), opaque(rows[kGate + 1])};
 #pragma unroll
@@ -226,33 +244,17 @@ __device__ __forceinline__ int pair_scores(const float* dp, const float* qk, con
     columns[i & ~1] = r == 0 ? x_moved : columns[i & ~1] + x_moved;
     columns[i | 1] = r == 0 ? y_moved : columns[i | 1] + y_moved;
   }
-  store_columns(columns, group_sums + 192, tid);
-  return 0;
-}
-
-// P = s Lower(Gamma * Q K^T), transposed, to its tile
-template <bool HALF>
-__device__ __forceinline__ int make_p(const float* qk, const float* g, float log2_scale, void* tile, int tid) {
-  tid = opaque(tid);
-  unsigned out[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int row = first_row(tid) + 8 * (i & 1), column = 8 * (i >> 1) + 2 * (tid & 3);
-    const float gate = g[row] + log2_scale;
-    const float x = exp2_fast(gate - g[column]) * qk[2 * i], y = exp2_fast(gate - g[column + 1]) * qk[2 * i + 1];
-    out[i] = qla_pack<HALF>(row >= column ? x : 0.f, row > column ? y : 0.f);
-  }
-  qla_store_transposed(out, tile, tid);
-  fence();
+  store_columns(columns, out_sums + kScoreColumns, tid);
   return 0;
 }
 
 // n = dW Vd^T. With Z = -StrictLower(Gamma * n): beta's gradient gains the rows of Z * K K^T, the gates' move by beta times that, and
 // F = diag(beta) Z, rounded
 template <bool HALF>
-__device__ __forceinline__ int pair_inverse(const float* n, const float* kk, const float* g, const float* rows, unsigned* out, float* sums,
-                                            float* group_sums, int tid) {
+__device__ __forceinline__ int pair_inverse(const float* n, const float* kk, const float* g, const float* rows, void* out_rows, float* sums,
+                                            float* out_sums, int tid) {
   tid = opaque(tid);
+  unsigned* out = static_cast<unsigned*>(out_rows);
   float columns[16], products[2] = {0.f, 0.f};
   const float gates[2] = {opaque(rows[kGate]), opaque(rows[kGate + 1])};
 #pragma unroll
@@ -272,29 +274,30 @@ __device__ __forceinline__ int pair_inverse(const float* n, const float* kk, con
     sums[kBetas + r] += products[r];
     sums[kReads + r] = fmaf(rows[kBeta + r], products[r], sums[kReads + r]);
   }
-  store_columns(columns, group_sums + 192, tid);
+  store_columns(columns, out_sums + kInverseColumns, tid);
   return 0;
 }
 
-// rows' sums of a warpgroup to shared memory; four lanes share a row
-__device__ __forceinline__ int store_sums(float* sums, float* group_sums, int tid) {
-  tid = opaque(tid);
-  const int lane = tid & 31;
+// a thread's sums of its two rows, over the four lanes that share them, to shared memory
+__device__ __forceinline__ void store_rows_sums(float* sums, float* out, int tid) {
 #pragma unroll
-  for (int i = 0; i < 6; ++i) {
-    sums[i] += __shfl_xor_sync(kAll, sums[i], 1);
-    sums[i] += __shfl_xor_sync(kAll, sums[i], 2);
-    if ((lane & 3) == 0) group_sums[(i >> 1) * 64 + first_row(tid) + 8 * (i & 1)] = sums[i];
+  for (int r = 0; r < 2; ++r) {
+    sums[r] += __shfl_xor_sync(kAll, sums[r], 1);
+    sums[r] += __shfl_xor_sync(kAll, sums[r], 2);
+    if ((tid & 3) == 0) out[first_row(tid) + 8 * r] = sums[r];
   }
+}
+__device__ __forceinline__ int store_query_sums(float* sums, float* out, int tid) {
+  tid = opaque(tid);
+  store_rows_sums(sums + kReads, out + kQueryReads, tid);
+  store_rows_sums(sums + kBetas, out + kQueryBetas, tid);
   return 0;
 }
-
-// packed registers to one tile as they are and to another transposed
-__device__ __forceinline__ int store_both(const unsigned* x, void* plain, void* transposed, int tid) {
+__device__ __forceinline__ int store_key_sums(float* sums, float* out, int tid) {
   tid = opaque(tid);
-  qla_store_plain(x, plain, tid);
-  qla_store_transposed(x, transposed, tid);
-  fence();
+  store_rows_sums(sums + kWrites, out + kKeyWrites, tid);
+  store_rows_sums(sums + kReads, out + kKeyReads, tid);
+  store_rows_sums(sums + kBetas, out + kKeyBetas, tid);
   return 0;
 }
 
@@ -323,23 +326,22 @@ __device__ __forceinline__ int read_gates(const float* g, const float* beta, lon
 
 // Gates' and beta's gradients of one head from the sums. A gate t scales what tokens from t on read of the state before the chunk, what
 // tokens before t leave in the state after it, that state's share of the first, and the pairs it stands between.
-__device__ __forceinline__ int finish_gates(const float* sums, const float* dots, const float* g_s, float* dg, float* dbeta, long long stride,
-                                            int rows, int lane) {
+__device__ __forceinline__ int finish_gates(const float* sums, const float* g_s, float* dg, float* dbeta, long long stride, int rows,
+                                            int lane) {
   float reads[2], writes[2], betas[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int t = 2 * lane + i;
-    const float *a = sums + t, *b = sums + kSumsOfGroup + t;
     float columns = 0.f;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) columns += a[192 + 64 * w] + b[192 + 64 * w];
-    reads[i] = a[0] + b[0] - columns;
-    writes[i] = a[64] + b[64];
-    betas[i] = a[128] + b[128];
+    for (int w = 0; w < 4; ++w) columns += sums[kScoreColumns + 64 * w + t] + sums[kInverseColumns + 64 * w + t];
+    reads[i] = sums[kQueryReads + t] + sums[kKeyReads + t] - columns;
+    writes[i] = sums[kKeyWrites + t];
+    betas[i] = sums[kQueryBetas + t] + sums[kKeyBetas + t] + sums[kValueBetas + t];
   }
   float dot = 0.f, from_here = reads[0] + reads[1], up_to_here = writes[0] + writes[1];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) dot += dots[i];
+  for (int i = 0; i < 4; ++i) dot += sums[kDots + i];
   dot *= exp2_fast(g_s[63]);
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {

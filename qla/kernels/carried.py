@@ -1,108 +1,150 @@
-"""Built kernels that a wheel carries: an archive beside this file, whose entries are copied into TileLang's cache on disk.
+"""Compiled kernels that a wheel carries: a folder beside this file with a library for each variant, called without TileLang's compiler.
 
-An entry is a folder as TileLang's cache holds it, at its path below TILELANG_CACHE_DIR: the library with the machine code, its parameters,
-both sources, and sizes and hashes of these, which TileLang checks. TileLang finds it by a hash of the traced kernel, its own version, the
-target and the kind of CPU: not of paths, Python, torch, or CUDA's compiler, which a machine that finds the entry need not have. What was
-built from other kernel sources is therefore never found, and what is not found is compiled as if nothing were carried.
+A library is what TileLang's cache on disk holds of a kernel: machine code, and the host code that checks the arguments and launches it.
+TVM FFI loads it; what it calls stands in two libraries of the TileLang installation, which are loaded without importing TileLang: its
+import takes longer than everything else here together, and tracing a kernel, to know its place in TileLang's cache, as well.
+
+Libraries are used by the versions of TileLang and TVM FFI that built them, with the same sources in this folder, on the same kind of CPU,
+with a driver of at least the major version of CUDA's compiler. Whatever else is found is left alone, and kernels are compiled by TileLang
+or come from its cache, as if nothing were carried. Python's and PyTorch's versions do not matter.
 """
 
 import contextlib
 import ctypes
 import functools
-import io
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
-import lzma
-import os
 import platform
-import tarfile
-import tempfile
+import sys
+import threading
 import warnings
-from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-ARCHIVE = Path(__file__).with_name("compiled.tar.xz")
+FOLDER = Path(__file__).with_name("compiled")
 FACTS = "facts.json"
-ENTRY_MARK = "manifest.json"  # what TileLang writes into a finished entry
+VERSIONS = {"tilelang": "tilelang", "tvm_ffi": "apache-tvm-ffi"}  # facts, and the installed packages they are of
+# What a library calls, in the order in which importing TileLang loads it; the first is seen by all that is loaded later.
+RUNTIME = (("libtvm_runtime.so", ctypes.RTLD_GLOBAL), ("libtilelang.so", ctypes.RTLD_LOCAL))
+_LOADING = threading.RLock()
+_functions: dict[Path, Callable[..., None] | None] = {}
 
 
-def pack(cache_dir: Path, archive: Path, tilelang: str, cuda: str) -> int:
-    """Writes an archive of all entries in a cache of TileLang's, and returns their number. Raises ValueError if there is none.
+def pack(libraries: Mapping[str, Path], folder: Path, cuda: str) -> int:
+    """Writes a folder that carries these libraries, by the names of their variants, and returns their number.
 
-    tilelang: version that built them; cuda: version of CUDA's compiler, such as "13.0".
+    cuda: version of CUDA's compiler that built them, such as "13.0". Raises ValueError if there are none.
     """
-    entries = sorted(path.parent.relative_to(cache_dir).as_posix() for path in cache_dir.rglob(ENTRY_MARK))
-    if not entries:
-        raise ValueError(f"{cache_dir} holds no kernels of TileLang's")
-    facts = {"tilelang": tilelang, "machine": platform.machine(), "cuda": cuda, "entries": entries}
-    # Variants look alike: compressed as one, they take a fraction of what they would one by one.
-    with tarfile.open(archive, "w:xz", preset=9) as tar:
-        _add(tar, FACTS, json.dumps(facts).encode())
-        for entry in entries:
-            for path in sorted((cache_dir / entry).iterdir()):
-                _add(tar, f"{entry}/{path.name}", path.read_bytes())
-    return len(entries)
+    if not libraries:
+        raise ValueError("there are no kernels to carry")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob("*.so"), folder / FACTS):
+        path.unlink(missing_ok=True)
+    contents = {name: libraries[name].read_bytes() for name in sorted(libraries)}
+    for name, content in contents.items():
+        (folder / f"{name}.so").write_bytes(content)
+    hashes = {name: _hash(content) for name, content in contents.items()}
+    (folder / FACTS).write_text(json.dumps({**_installed(), "cuda": cuda, "libraries": hashes}, indent=1))
+    return len(libraries)
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _installed() -> dict[str, str]:
+    """What a library must have been built with to be used here. Raises PackageNotFoundError without TileLang."""
+    return {
+        **{fact: importlib.metadata.version(package) for fact, package in VERSIONS.items()},
+        "machine": platform.machine(),
+        "sources": sources(),
+    }
+
+
+def sources() -> str:
+    """Hash of all source files in this folder."""
+    files = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".py", ".cuh"))
+    return _hash(b"\0".join(part for path in files for part in (path.name.encode(), path.read_bytes())))
 
 
 @functools.cache
-def seed(cache_dir: Path, tilelang: str, archive: Path = ARCHIVE) -> int:
-    """Copies the archive's entries that the cache lacks into it, once a process, and returns their number; 0 without an archive.
+def usable(folder: Path = FOLDER) -> Mapping[str, str]:
+    """Hashes of the libraries that can be used here, by variant; none where none are carried or their facts do not fit.
 
-    Entries appear whole, by a rename, so any number of processes may do this at once. What another version of TileLang built, or for
-    another kind of CPU, or CUDA's compiler of a later major version than the driver's, is left alone. A cache that cannot be written is a
-    RuntimeWarning: then the kernels are compiled.
-
-    cache_dir: TILELANG_CACHE_DIR; tilelang: version that runs.
+    Read once a process. A folder that cannot be read is a RuntimeWarning.
     """
-    if not archive.is_file():
-        return 0
+    if not folder.is_dir():
+        return {}
     try:
-        with tarfile.open(archive, "r:xz") as tar:
-            first = tar.next()
-            content = None if first is None else tar.extractfile(first)
-            facts = json.loads(b"" if content is None else content.read())
-            driver = driver_version()
-            if (facts["tilelang"], facts["machine"]) != (tilelang, platform.machine()):
-                return 0
-            if driver is not None and int(facts["cuda"].split(".")[0]) > driver // 1000:
-                return 0
-            return _copy(tar, {entry for entry in facts["entries"] if not (cache_dir / entry).exists()}, cache_dir)
-    except (OSError, EOFError, ValueError, KeyError, tarfile.TarError, lzma.LZMAError) as error:
-        warnings.warn(
-            f"qla compiles its kernels: those it carries could not be copied to {cache_dir}: {error!r}", RuntimeWarning, stacklevel=2
-        )
-        return 0
+        facts = json.loads((folder / FACTS).read_text())
+        libraries, cuda = {str(name): str(digest) for name, digest in facts["libraries"].items()}, int(facts["cuda"].split(".")[0])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _warn(folder / FACTS, error)
+        return {}
+    try:
+        fits = {name: facts.get(name) for name in _installed()} == _installed()
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    driver = driver_version()
+    return libraries if fits and (driver is None or cuda <= driver // 1000) else {}
 
 
-def _copy(tar: tarfile.TarFile, entries: Iterable[str], cache_dir: Path) -> int:
-    missing = set(entries)
-    if not missing:
-        return 0
-    # Beside TileLang's own unfinished entries, where it clears what a killed process has left for an hour.
-    staging = cache_dir / PurePosixPath(min(missing)).parent.parent / ".staging"
-    staging.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="qla_", dir=staging) as scratch:
-        for member in tar:
-            name = PurePosixPath(member.name)
-            content = tar.extractfile(member)
-            if str(name.parent) in missing and content is not None:
-                path = Path(scratch, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content.read())
-        for entry in missing:
-            (cache_dir / entry).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.rename(Path(scratch, entry), cache_dir / entry)
-            except OSError:
-                # Another process was first.
-                if not (cache_dir / entry).is_dir():
-                    raise
-    return len(missing)
+def function(name: str, folder: Path = FOLDER) -> Callable[..., None] | None:
+    """The compiled function of a variant, loaded once a process, by one thread; None if it is not carried for this installation.
+
+    A library that is damaged, or cannot be loaded, is a RuntimeWarning.
+    """
+    digest = usable(folder).get(name)
+    if digest is None:
+        return None
+    path = folder / f"{name}.so"
+    with _LOADING:
+        if path not in _functions:
+            _functions[path] = _checked_and_loaded(path, digest)
+        return _functions[path]
+
+
+def _checked_and_loaded(path: Path, digest: str) -> Callable[..., None] | None:
+    try:
+        if _hash(path.read_bytes()) != digest:
+            raise ValueError("it is not the library that was packed")
+        return load(path)
+    except Exception as error:  # of TVM FFI's any kind may come
+        _warn(path, error)
+        return None
+
+
+def load(path: Path) -> Callable[..., None]:
+    """The function in a kernel's library. Raises what TVM FFI and the loader of libraries raise."""
+    _load_runtime()
+    import tvm_ffi
+
+    found: Callable[..., None] = tvm_ffi.load_module(path)["main"]
+    return found
+
+
+@functools.cache
+def _load_runtime() -> None:
+    """What libraries of kernels call: the two libraries of TileLang's installation, or, if they cannot be loaded alone, TileLang."""
+    import tvm_ffi  # noqa: F401  # its own library comes first
+
+    if "tilelang" in sys.modules:
+        return
+    spec = importlib.util.find_spec("tilelang")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("tilelang is not installed")
+    try:
+        for name, mode in RUNTIME:
+            ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode)
+    except OSError:
+        import tilelang  # noqa: F401
+
+
+def _warn(path: Path, error: Any) -> None:
+    warnings.warn(f"qla does without kernels that it carries: {path} cannot be used: {error!r}", RuntimeWarning, stacklevel=3)
 
 
 def driver_version() -> int | None:

@@ -35,7 +35,6 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 import tilelang.language as T
-import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from qla.kernels.ws import (
@@ -266,28 +265,3 @@ def build(cfg: MergeConfig):
 @functools.cache
 def config_for(reverse: bool, head_k: int) -> MergeConfig:
     return MergeConfig(reverse, head_k)
-
-
-def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, seq_len, segment_chunks, reverse) -> None:
-    """Completes the states that the segments of heads with a transition start from; one launch on the current stream.
-
-    Args:
-        segment_states: fp32 [segments, HV, V, K], as `cp_prep` leaves them; in reverse the gradients.
-        transitions: bf16 [segments, HV, 2, K, K] (`cp_prep`).
-        items: int32 [segments, HV, 4], the forward ones (`cp_plan`).
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        tokens: of all sequences.
-        segment_chunks: L, as given to `cp_plan`.
-        reverse: whether these are gradients.
-    """
-    build(config_for(reverse, transitions.shape[-1]))(
-        segment_states.view(-1),
-        transitions,
-        items,
-        torch.empty(1, dtype=torch.int32, device=items.device) if cu_seqlens is None else cu_seqlens,
-        segment_states.shape[2],
-        num_seqs,
-        0 if cu_seqlens is not None else seq_len,
-        tokens,
-        segment_chunks,
-    )

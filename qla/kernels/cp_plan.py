@@ -43,9 +43,8 @@ Schedule
 from dataclasses import dataclass
 
 import tilelang.language as T
-import torch
 
-from qla.kernels.ws import HALF, PASS_CONFIGS, compile_kernel, device_source, once_per_config
+from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, once_per_config
 
 THREADS = 1024
 WARMUP, TRANSITION, SERIAL = range(3)  # ways; cp_plan.cuh names the same
@@ -61,6 +60,7 @@ class PlanConfig:
 
 
 CONFIGS = (PlanConfig(),)
+config_for = PlanConfig
 
 
 def prim_func(cfg: PlanConfig):
@@ -102,60 +102,3 @@ def prim_func(cfg: PlanConfig):
 def build(cfg: PlanConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
-
-
-def cp_plan(
-    bound,
-    cu_seqlens,
-    tokens,
-    num_seqs,
-    seq_len,
-    num_segments,
-    segment_chunks,
-    split,
-    inline_warmup,
-    max_warmup,
-    max_transition_heads,
-    threshold,
-    num_sms,
-    value_dim,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Items of both directions, [num_segments, HV, 4] int32, forward first, and the order of their blocks.
-
-    One launch on the current stream, no host synchronisation.
-
-    Args:
-        bound: [slots, HV] fp32, log2 of the chunks' transition bounds (`kkt_solve`).
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        tokens: of all sequences.
-        num_segments: rows of the tables, enough for any lengths.
-        segment_chunks: L.
-        split: whether two blocks share an item.
-        inline_warmup: warm-ups up to so many chunks are the item's own, longer ones are left to cp_prep.
-        max_warmup, max_transition_heads: see the head of this file.
-        threshold: log2 units, > 0.
-        num_sms: multiprocessors of the device.
-        value_dim: V; what is 64 wide is not split.
-    """
-    may_split = value_dim > HALF
-    heads = bound.shape[1]
-    forward, reverse = torch.empty(2, num_segments, heads, 4, dtype=torch.int32, device=bound.device)
-    order = torch.empty(2 * num_segments * heads, dtype=torch.int32, device=bound.device)
-    build(PlanConfig())(
-        bound,
-        torch.empty(1, dtype=torch.int32, device=bound.device) if cu_seqlens is None else cu_seqlens,
-        forward,
-        reverse,
-        order,
-        torch.empty(num_seqs, heads, dtype=torch.int32, device=bound.device),
-        0 if cu_seqlens is not None else seq_len,
-        tokens,
-        segment_chunks,
-        int(split and may_split),
-        inline_warmup,
-        max_warmup,
-        max_transition_heads,
-        num_sms // 2 if may_split else -1,
-        threshold,
-    )
-    return forward, reverse, order

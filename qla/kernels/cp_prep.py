@@ -1,9 +1,10 @@
 """Scans over the chunks of a work item (sequence or segment of one, value head) that keep nothing but the state: S, backwards dS.
 
 They have two uses.
-    States of all chunks, for the backward pass: the forward scan leaves the state that enters each chunk, the reverse scan the gradient of
-    the state that leaves it, both rounded to the inputs' dtype: all that links the chunks of a sequence, so that ``bwd_fused`` can work on
-    all chunks at once. Of an item's chunks the first `skip` only warm the state up. Both ends' states are read and written in fp32.
+    States and values of all chunks, for the backward pass: the forward scan leaves the state that enters each chunk and Vd, the reverse
+    scan the gradient of the state that leaves it and dW, all rounded to the inputs' dtype: all that links the chunks of a sequence, and
+    what the scans have worked out anyway, so that ``bwd_fused`` can work on all chunks at once. Of an item's chunks the first `skip`
+    only warm the state up. Both ends' states are read and written in fp32.
     What segments start from: the state that [start, first) of an item (``cp_plan``; in reverse
     [end, start)) leaves, in fp32, and no states of chunks. From the sequence's own state that is what the segment starts from; from
     zero it is, behind a long enough warm-up, or it is S*, which ``cp_merge`` completes by the transition M. M^T is the same
@@ -17,8 +18,9 @@ cumulative, log2 units; gamma = 2^g; L the last token; s the scale; A the gated 
               dS  = gamma_L dS' + s Q^T diag(gamma) dO - K^T diag(beta gamma) dW
 
 Shapes   Q, K [N, H, K], X (V, or dO in reverse) [N, HV, V], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32;
-         States [slots, heads, V, K] 16-bit, V-first, of heads head0 .. head0 + heads - 1; the states at both ends fp32
-         [S, HV, K, V]. Items [segments, HV, 4] int32 of the direction; Segments [segments, HV, V K] fp32, in accumulators' order;
+         States [slots, heads, V, K] 16-bit, V-first, of heads head0 .. head0 + heads - 1; Values (Vd, or dW in reverse)
+         [N, some heads, V] 16-bit, the first of which is value head values_head0; the states at both ends fp32 [S, HV, K, V].
+         Items [segments, HV, 4] int32 of the direction; Segments [segments, HV, V K] fp32, in accumulators' order;
          Transitions [segments, HV, 2, K, K] bf16, M^T [in, out], high part first.
          K (64 or 128) is fixed at compile time. N tokens, heads, sequences, segments, scale, states, their layout and, with block_v = 64,
          V (64 or 128): run-time values. Blocks of a transition divide its K rows as others do the V columns, so block_v = 64 if one of
@@ -28,11 +30,11 @@ Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
     STATE   0-255 | 0-127    208 | 208   the recurrence (two warpgroups | one)
     SCORE   next 128          64 | 128   P, one chunk ahead; in reverse only
-    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: states to memory
+    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: states and values to memory; forward 40
 Shared memory                   bytes (block_v = 128 | 64)
     q        [3, 64, K]         384 K            in reverse only
     k        [3, 64, K]         384 K
-    x        [3, 64, block_v]   49152 | 24576
+    x        [3, 64, block_v]   49152 | 24576    then Vd or dW, which leaves from here
     a        [3, 64, 64]        24576
     p        [64, 64]            8192            in reverse only
     state0   [block_v, 64]      16384 | 8192     columns 0-63 of K
@@ -41,29 +43,31 @@ Shared memory                   bytes (block_v = 128 | 64)
     decay    [3] fp32              16            (static)
     place    [12] int32            48            (static) what the block works on: fields in ws.py
 Barriers
-    name              signalled by   waited by      count
-    tiles.full        IO 0, IO 1     STATE, SCORE   64, and the bytes of the TMA loads
-    tiles.empty       STATE, SCORE   IO 0, IO 1     STATE threads, in reverse + 128
-    p_ring.full       SCORE          STATE          128
-    p_ring.empty      STATE          SCORE          STATE threads
-    state_ring.full   STATE          IO 2           STATE threads
-    state_ring.empty  IO 2           STATE          32
-    tail              IO 0           IO 0           32: a chunk that is not whole is cleaned before it is handed on
+    name              signalled by    waited by            count
+    tiles.full        IO 0, IO 1      STATE, SCORE, IO 2   64, and the bytes of the TMA loads
+    tiles.empty       all but IO 0,1  IO 0, IO 1           STATE threads + 32, in reverse + 128
+    p_ring.full       SCORE           STATE                128
+    p_ring.empty      STATE           SCORE                STATE threads
+    state_ring.full   STATE           IO 2                 STATE threads
+    state_ring.empty  IO 2            STATE                32
+    values_ready      STATE           IO 2                 STATE threads; one for each stage
+    tail              IO 0            IO 0                 32: a chunk that is not whole is cleaned before it is handed on
     block sync, twice, before the roles: the barriers are ready; the place, which thread 0 writes, can be read
 Schedule of chunk i, the i-th that the block walks (| separates what runs while wgmma is in flight)
     IO 0    acquire tiles | TMA K, X, A, Q | commit
     IO 1    take gates of chunk i, start loads of those of i + 1 | acquire tiles | gates, decay -> shared | commit
     SCORE   wait tiles | P = s Gamma * (Q K^T) | acquire p | store | commit p | release tiles
-    STATE   forward: U | [acquire state_ring, store S, commit,] load V | W | Vd | decay S | S += K^T Vd | release tiles
+    STATE   forward: U | [acquire state_ring, store S, commit,] load V | W | Vd | decay S | S += K^T Vd | [Vd to x, values_ready] |
+            release tiles
             reverse: K dS | [acquire state_ring, store dS, commit,] load dO, decay dS | dS += Q^T dO | wait p | dVd += P^T dO | release p
-            dW | dS -= K^T diag(beta gamma) dW | release tiles
+            dW | dS -= K^T diag(beta gamma) dW | [dW to x, values_ready] | release tiles
             [in brackets: from chunk `skip` on; none of them where segments' starts are prepared]
             behind the last chunk: reverse dS += Q^T (what rounding took from diag(gamma) dO) | the state to memory, if it is wanted
-    IO 2    for chunk skip and later ones: wait state_ring | fence | TMA the state by halves of K | release state_ring
+    IO 2    wait tiles | from chunk `skip` on: wait state_ring | fence | TMA the state by halves of K | release state_ring
+            wait values_ready | fence | TMA values (rows one by one in a chunk that is not whole) | release tiles
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -82,8 +86,6 @@ from qla.kernels.ws import (
     IDENTITY,
     ITEM,
     KEY_HEAD,
-    NO_ITEMS,
-    OWN_ITEMS,
     PASS_CONFIGS,
     PLACE_FIELDS,
     PREP_STATE,
@@ -97,7 +99,6 @@ from qla.kernels.ws import (
     WARPGROUP,
     KernelConfig,
     Ring,
-    choose_block_v,
     compile_kernel,
     device_source,
     fetch_gates,
@@ -145,7 +146,7 @@ class ScanConfig(KernelConfig):
 
     @property
     def regs(self) -> dict[Role, int]:
-        return {role: count for role, count in REGS[self.block_v].items() if self.reverse or role != Role.SCORE}
+        return REGS[self.block_v] if self.reverse else {Role.STATE: 208, Role.IO: 40}
 
     @property
     def state_threads(self) -> int:
@@ -217,6 +218,14 @@ def hand_state(s, i, skip, state_ring, tx):
 
 
 @T.macro
+def hand_values(cfg, s, i, skip, values_ready, tx):
+    # Vd or dW takes the place of what this thread has loaded from there; the store warp fences
+    if i >= skip:
+        T.call_extern("int32", f"qla_store_transposed_rounded<{cfg.is_half}>", s.Vd.data, T.access_ptr(s.x[i % cfg.stages, 0, 0], "r"), tx)
+        T.barrier_arrive(values_ready[(i - skip) % cfg.stages])
+
+
+@T.macro
 def decay_state(s, t):
     s.last[0] = s.decay[t]
     for v, k in T.Parallel(s.block_v, HALF):
@@ -235,7 +244,7 @@ def wait_for_state(s):
 
 
 @T.macro
-def forward_role(cfg, s, tiles, state_ring, tx):
+def forward_role(cfg, s, tiles, state_ring, values_ready, tx):
     num_chunks = uniform(s.place[CHUNKS])
     skip = uniform(s.place[SKIP])
     for i in T.serial(num_chunks):
@@ -257,12 +266,13 @@ def forward_role(cfg, s, tiles, state_ring, tx):
         for v, c in T.Parallel(s.block_v, CHUNK):
             s.W[v, c] = s.Vd[v, c] * s.gamma_rest[i % cfg.stages, c]
         add_to_state(s, s.k, i % cfg.stages)
+        hand_values(cfg, s, i, skip, values_ready, tx)
         wait_for_state(s)
         tiles.release(i)
 
 
 @T.macro
-def reverse_role(cfg, s, tiles, p_ring, state_ring, tx):
+def reverse_role(cfg, s, tiles, p_ring, state_ring, values_ready, tx):
     num_chunks = uniform(s.place[CHUNKS])
     skip = uniform(s.place[SKIP])
     for i in T.serial(num_chunks):
@@ -296,6 +306,7 @@ def reverse_role(cfg, s, tiles, p_ring, state_ring, tx):
         for v, c in T.Parallel(s.block_v, CHUNK):
             s.W[v, c] = -s.beta_gamma[i % cfg.stages, c] * s.Vd[v, c]
         add_to_state(s, s.k, i % cfg.stages)
+        hand_values(cfg, s, i, skip, values_ready, tx)
         wait_for_state(s)
         tiles.release(i)
     if num_chunks > 0:
@@ -376,19 +387,37 @@ def gate_warp(cfg, s, tiles, G, Beta, log2_scale, lane):
 
 
 @T.macro
-def store_warp(cfg, s, state_ring, States, head0, v0):
-    num_states = s.place[CHUNKS] - s.place[SKIP]  # the first chunks only warm the state up
-    slot0 = s.place[SLOT] if cfg.reverse else s.place[SLOT] + s.place[SKIP]
-    head = s.place[VALUE_HEAD] - head0
-    for i in T.serial(num_states):
-        slot = slot0 + (num_states - 1 - i if cfg.reverse else i)
-        state_ring.wait(i)
-        T.fence_proxy_async()
-        T.tma_copy(s.state0, States[slot, head, v0 : v0 + cfg.block_v, 0:HALF])
-        if cfg.halves == 2:
-            T.tma_copy(s.state1, States[slot, head, v0 : v0 + cfg.block_v, HALF : 2 * HALF])
-        T.tma_store_wait(0)
-        state_ring.release(i)
+def store_warp(cfg, s, tiles, state_ring, values_ready, States, Values, head0, values_head0, v0, row_stride, lane):
+    begin = s.place[ROW]
+    length = s.place[ROWS]
+    num_chunks = s.place[CHUNKS]
+    skip = uniform(s.place[SKIP])  # the first chunks only warm the state up
+    slot0 = s.place[SLOT]
+    head = s.place[VALUE_HEAD]
+    for i in T.serial(num_chunks):
+        chunk = num_chunks - 1 - i if cfg.reverse else i
+        tiles.wait(i)
+        if i >= skip:
+            state_ring.wait(i - skip)
+            T.fence_proxy_async()
+            T.tma_copy(s.state0, States[slot0 + chunk, head - head0, v0 : v0 + cfg.block_v, 0:HALF])
+            if cfg.halves == 2:
+                T.tma_copy(s.state1, States[slot0 + chunk, head - head0, v0 : v0 + cfg.block_v, HALF : 2 * HALF])
+            T.tma_store_wait(0)
+            state_ring.release(i - skip)
+            T.barrier_wait(values_ready[(i - skip) % cfg.stages], (i - skip) // cfg.stages % 2)
+            if (chunk + 1) * CHUNK <= length:
+                T.fence_proxy_async()
+                row = begin + chunk * CHUNK
+                T.tma_copy(s.x[i % cfg.stages, :, :], Values[row : row + CHUNK, head - values_head0, v0 : v0 + cfg.block_v])
+                T.tma_store_wait(0)
+            else:
+                T.call_extern(
+                    "int32", "qla_store_rows", T.address_of(Values[begin + chunk * CHUNK, head - values_head0, v0]),
+                    T.access_ptr(s.x[i % cfg.stages, 0, 0], "r"), cfg.block_v // HALF, length - chunk * CHUNK,
+                    T.cast(row_stride, "int64"), lane,
+                )  # fmt: skip
+        tiles.release(i)
 
 
 def buffers(cfg: ScanConfig, value_heads, value_dim) -> SimpleNamespace:
@@ -443,7 +472,7 @@ def prim_func(cfg: ScanConfig):
     """The kernel of one config, for `tilelang.compile` or for lowering without a GPU."""
     N, H, HV = T.dynamic("N, H, HV")
     DV = T.dynamic("DV") if cfg.block_v == HALF else cfg.block_v  # V
-    slots, heads = T.dynamic("slots, heads")
+    slots, heads, values_heads = T.dynamic("slots, heads, values_heads")
     cu_size, h0_size, ht_size, items_size = T.dynamic("cu_size, h0_size, ht_size, items_size")
     segments_size, transitions_size = T.dynamic("segments_size, transitions_size")
     f32 = "float32"
@@ -458,6 +487,7 @@ def prim_func(cfg: ScanConfig):
         G: T.Tensor((N, HV), f32),
         Beta: T.Tensor((N, HV), f32),
         States: T.Tensor((slots, heads, DV, cfg.head_k), dt),
+        Values: T.Tensor((N, values_heads, DV), dt),
         H0: T.Tensor((h0_size,), f32),  # where the scan begins: the initial state, in reverse the final state's gradient
         HT: T.Tensor((ht_size,), f32),
         Cu: T.Tensor((cu_size,), "int32"),
@@ -466,6 +496,7 @@ def prim_func(cfg: ScanConfig):
         Transitions: T.Tensor((transitions_size,), "bfloat16"),
         # run-time
         head0: T.int32,
+        values_head0: T.int32,
         num_rows: T.int32,  # sequences, or with items segments
         use_items: T.int32,  # NO_ITEMS, OWN_ITEMS or PREP_STATE
         kinds: T.int32,  # 2: PREP_TRANSITION as well
@@ -485,8 +516,9 @@ def prim_func(cfg: ScanConfig):
                 **{x: make_full_bank_swizzled_layout(x) for x in (s.x, s.a, s.state0, s.state1) if x is not None},
             })  # fmt: skip
             p_ring = Ring(1, producers=WARPGROUP, consumers=cfg.state_threads, name="p_ring") if cfg.reverse else None
-            tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + cfg.score_threads, name="tiles")
+            tiles = Ring(st, producers=2 * WARP, consumers=cfg.state_threads + cfg.score_threads + WARP, name="tiles")
             state_ring = Ring(1, producers=cfg.state_threads, consumers=WARP, name="state_ring")
+            values_ready = T.alloc_barrier([cfg.state_threads] * st)
             tail = T.alloc_barrier([WARP])
 
             tx = T.get_thread_binding()
@@ -510,9 +542,9 @@ def prim_func(cfg: ScanConfig):
                 if s.place[SOURCE] == IDENTITY:
                     T.call_extern("int32", f"qla_identity<{cfg.head_k}>", v0, *halves_of(s), tx)
                 if cfg.reverse:
-                    reverse_role(cfg, s, tiles, p_ring, state_ring, tx)
+                    reverse_role(cfg, s, tiles, p_ring, state_ring, values_ready, tx)
                 else:
-                    forward_role(cfg, s, tiles, state_ring, tx)
+                    forward_role(cfg, s, tiles, state_ring, values_ready, tx)
                 if s.place[ENDS] != 0:
                     if use_items < PREP_STATE:
                         if use_ht != 0:
@@ -532,7 +564,9 @@ def prim_func(cfg: ScanConfig):
                 elif tx < cfg.threads - 2 * WARP:
                     gate_warp(cfg, s, tiles, G, Beta, log2_scale, tx % WARP)
                 elif tx < cfg.threads - WARP:
-                    store_warp(cfg, s, state_ring, States, head0, v0)
+                    store_warp(
+                        cfg, s, tiles, state_ring, values_ready, States, Values, head0, values_head0, v0, values_heads * DV, tx % WARP
+                    )
             elif cfg.reverse:
                 T.set_max_nreg(REGS[bv][Role.SCORE], 0)
                 num_chunks = s.place[CHUNKS]
@@ -550,101 +584,3 @@ def build(cfg: ScanConfig):
 @functools.cache
 def config_for(reverse: bool, block_v: int, dtype: torch.dtype, head_k: int) -> ScanConfig:
     return ScanConfig(reverse, block_v, str(dtype).removeprefix("torch."), head_k)
-
-
-def scan_states(
-    k, v, g_cum, beta, A, states, head0, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None,
-) -> None:  # fmt: skip
-    """Writes the state that enters each chunk; one launch on the current stream.
-
-    Args:
-        k: [N, H, K] bf16 or fp16, contiguous, 16-byte aligned, K 64 or 128. N tokens of all sequences, packed.
-        v: [N, HV, V], dtype of k, V 64 or 128.
-        g_cum, beta: [N, HV] fp32; log2 gates summed within the chunk (`kkt_solve`).
-        A: [N, HV, 64], dtype of k, gated inverse (`kkt_solve`).
-        states: [num_slots(...), heads, V, K], dtype of k, of value heads head0 .. head0 + heads - 1; written in the slots of all chunks.
-        initial_state: fp32 [num_seqs, HV, K, V] or None, with state_v_first [num_seqs, HV, V, K].
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        num_sms: multiprocessors of the device.
-        items: int32 [segments, HV, 4] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, V, K] in accumulators' order, read where an item says so (`prepare_states`).
-    """
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(False, k, k, v, g_cum, beta, A, states, head0, initial_state, None, 1.0, *place, items, segment_states)
-
-
-def scan_state_gradients(
-    q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, segment_states=None,
-) -> None:  # fmt: skip
-    """Writes the gradient of the state that leaves each chunk, and of the initial state; one launch on the current stream.
-
-    Args as of `scan_states`, items and segment_states of the reverse direction, and:
-        q: as k. do: gradient of o, as v.
-        states: written with the gradients.
-        final_grad, initial_grad: gradients of the final state (None: zero) and of the initial one (None: not wanted), as initial_state.
-        scale: run-time float, finite and >= 0.
-    """
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(True, q, k, do, g_cum, beta, A, states, head0, final_grad, initial_grad, scale, *place, items, segment_states)
-
-
-def prepare_states(
-    k, v, g_cum, beta, A, initial_state, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states, transitions
-) -> None:
-    """Writes the states that items start from, or what `cp_merge` makes them of; one launch on the current stream.
-
-    Args as of `scan_states`, and:
-        segment_states: written for the items that say so.
-        transitions: bf16 [segments, HV, 2, K, K], M^T [in, out] as a high and a low part, written for the items that say so, or
-            None where none may.
-    """
-    states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(False, k, k, v, g_cum, beta, A, states, 0, initial_state, None, 1.0, *place, items, segment_states, transitions, prepare=True)
-
-
-def prepare_state_gradients(
-    q, k, do, g_cum, beta, A, final_grad, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms, items, segment_states
-) -> None:
-    """As `prepare_states`, of the gradients; the transitions are those of the forward direction. Args as of `scan_state_gradients`."""
-    states = segment_states.view(k.dtype).view(-1, *segment_states.shape[1:])  # not written
-    place = (cu_seqlens, num_seqs, seq_len, state_v_first, num_sms)
-    _launch(True, q, k, do, g_cum, beta, A, states, 0, final_grad, None, scale, *place, items, segment_states, prepare=True)
-
-
-def _launch(
-    reverse, q, k, x, g_cum, beta, A, states, head0, begin, end, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items, segment_states, transitions=None, prepare=False,
-) -> None:  # fmt: skip
-    num_rows = num_seqs if items is None else len(items)
-    if x.shape[2] == HALF or (transitions is not None and q.shape[2] == HALF):
-        block_v = HALF
-    else:  # as in an uncut call, which is what serial heads are; preparing, all items are alike
-        block_v = choose_block_v((num_rows if prepare else num_seqs) * states.shape[1], num_sms)
-    nothing = torch.empty(4, dtype=torch.float32, device=k.device)
-    build(config_for(reverse, block_v, k.dtype, k.shape[2]))(
-        q,
-        k,
-        x,
-        A,
-        g_cum,
-        beta,
-        states,
-        nothing if begin is None else begin.view(-1),
-        nothing if end is None else end.view(-1),
-        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
-        nothing.view(torch.int32) if items is None else items.view(-1),
-        nothing if segment_states is None else segment_states.view(-1),
-        nothing.view(torch.bfloat16) if transitions is None else transitions.view(-1),
-        head0,
-        num_rows,
-        NO_ITEMS if items is None else PREP_STATE if prepare else OWN_ITEMS,
-        1 if transitions is None else 2,
-        0 if cu_seqlens is not None else seq_len,
-        math.log2(scale) if scale > 0 else -math.inf,
-        int(begin is not None),
-        int(end is not None),
-        int(state_v_first),
-    )

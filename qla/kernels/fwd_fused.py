@@ -52,7 +52,6 @@ Schedule of chunk i (| separates what runs while wgmma is in flight)
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -70,7 +69,6 @@ from qla.kernels.ws import (
     HEAD_DIMS,
     KEY_HEAD,
     NO_ITEMS,
-    OWN_ITEMS,
     PART_OF_V,
     PASS_CONFIGS,
     PLACE_FIELDS,
@@ -82,7 +80,6 @@ from qla.kernels.ws import (
     WARPGROUP,
     KernelConfig,
     Ring,
-    choose_block_v,
     compile_kernel,
     device_source,
     fetch_gates,
@@ -502,52 +499,3 @@ def build(cfg: FwdConfig):
 @functools.cache
 def config_for(block_v: int, dtype: torch.dtype, head_k: int) -> FwdConfig:
     return FwdConfig(block_v, str(dtype).removeprefix("torch."), head_k)
-
-
-def fwd_fused(
-    q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, order=None, segment_states=None, block_v=None,
-) -> None:  # fmt: skip
-    """Launch the fused forward on the current stream.
-
-    Args:
-        q, k: [N, H, K] bf16 or fp16, contiguous, 16-byte aligned, K 64 or 128. N tokens of all sequences, packed.
-        v, o: [N, HV, V], dtype of q, V 64 or 128; o is written for every token of a sequence.
-        g_cum: [N, HV] fp32, log2 gates summed within the chunk (`kkt_solve`).
-        beta: [N, HV] fp32.
-        A: [N, HV, 64], dtype of q, gated inverse (`kkt_solve`).
-        initial_state, final_state: fp32 [num_seqs, HV, K, V] or None, with state_v_first [num_seqs, HV, V, K].
-        scale: run-time float, finite and >= 0.
-        cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
-        num_sms: multiprocessors of the device.
-        items, order: int32 [segments, HV, 4] and [2 segments HV] (`cp_plan`), or None for one item a sequence and head.
-        segment_states: fp32 [segments, HV, V, K] in accumulators' order, read where an item says so (`cp_prep`), or None.
-        block_v: with V = 128 and without items, columns of V a block owns, 128 or 64; None: by the number of heads.
-    """
-    if v.shape[2] == HALF or items is not None:
-        block_v = v.shape[2]
-    elif block_v is None:
-        block_v = choose_block_v(num_seqs * v.shape[1], num_sms)
-    nothing = torch.empty(4, dtype=torch.float32, device=q.device)
-    build(config_for(block_v, q.dtype, q.shape[2]))(
-        q,
-        k,
-        v,
-        A,
-        g_cum,
-        beta,
-        o,
-        nothing if initial_state is None else initial_state.view(-1),
-        nothing if final_state is None else final_state.view(-1),
-        nothing.view(torch.int32) if cu_seqlens is None else cu_seqlens,
-        nothing.view(torch.int32) if items is None else items.view(-1),
-        nothing.view(torch.int32) if items is None else order,
-        nothing if segment_states is None else segment_states.view(-1),
-        num_seqs if items is None else len(items),
-        NO_ITEMS if items is None else OWN_ITEMS,
-        0 if cu_seqlens is not None else seq_len,
-        math.log2(scale) if scale > 0 else -math.inf,
-        int(initial_state is not None),
-        int(final_state is not None),
-        int(state_v_first),
-    )

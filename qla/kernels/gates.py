@@ -4,35 +4,33 @@
     beta = sigmoid(raw beta), or twice that             or raw beta itself
     d raw g = -exp(A_log) sigmoid(raw g + dt_bias) dg,  dA_log = sum of dg g,  d dt_bias = sum of d raw g,    d raw beta = dbeta beta'
 
-All in fp32. Rows that no sequence owns are not read: g, beta and the gradients are 0 there.
+All in fp32. g, beta and the gradients are 0 in rows that no sequence owns, whatever the inputs hold there.
 
 Shapes   raw g, raw beta [N, HV] and A_log, dt_bias [HV] fp32, bf16 or fp16, each of its own, as bytes; g, beta, dg, dbeta [N, HV] fp32;
          gradients of the raw values in their types; sums [blocks, 2, HV] fp32, of dA_log and d dt_bias by block; cu [S + 1] int32.
          Types, options, N, HV, S are run-time values.
-Roles    one: 256 threads, each one head and every so many tokens; blockIdx.y picks 256 heads
+Roles    one: 256 threads, each four heads (one if HV is no multiple of 4) of two tokens, backward of every so many; blockIdx.y picks 256
+         such fours (ones)
 Shared memory, bytes
-    shared [2, 256] fp32    2048 (static), backward: sums of a block's threads
+    shared [2, 256, 4] fp32    8192 (static), backward: sums of a block's threads
 Barriers
     block sync, backward: before threads of one head are summed, in their order
-Schedule of four tokens    load | activate (or differentiate and add to the thread's sums) | store
+Schedule
+    forward     load | activate | store
+    backward    token: load the next one | differentiate and add to the thread's sums | store
 """
 
 from dataclasses import dataclass
 
 import tilelang
 import tilelang.language as T
-import torch
 
 from qla.kernels import ws
+from qla.kernels.launch import GATES_BLOCKS_PER_SM, GATES_QUAD
+from qla.kernels.launch import GATES_THREADS as THREADS
 from qla.kernels.ws import compile_kernel, device_source, once_per_config
 
-THREADS = 256
-TOKENS_AT_ONCE = 4  # of a thread
-BLOCKS_PER_SM = 8
-ACTIVATE_GATE, HAS_BIAS, ACTIVATE_BETA, TWICE = 1, 2, 4, 8  # options; gates.cuh names the same
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements; gates.cuh names the same
-
-# Exponentials and logarithms as PyTorch has them: memory is what the time goes to.
+# Exponentials to the last bits: those of fast math lose them in large arguments.
 PASS_CONFIGS = {**ws.PASS_CONFIGS, tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: False}
 
 
@@ -49,8 +47,14 @@ class GatesConfig:
     threads = THREADS
     smem_bytes = 0
 
+    @property
+    def blocks_per_sm(self) -> int:
+        """What registers have room for; backward also the number of blocks, of which each is a row in the sum over them."""
+        return GATES_BLOCKS_PER_SM if self.backward else 4
+
 
 CONFIGS = (GatesConfig(), GatesConfig(backward=True))
+config_for = GatesConfig
 
 
 def prim_func(cfg: GatesConfig):
@@ -78,9 +82,11 @@ def forward_func():
         bias_type: T.int32,
         num_seqs: T.int32,
         num_blocks: T.int32,
+        groups: T.int32,
     ):
-        with T.Kernel(num_blocks, T.ceildiv(HV, THREADS), threads=THREADS) as (block, group):
+        with T.Kernel(num_blocks, groups, threads=THREADS) as (block, group):
             T.import_source(device_source(__file__))
+            T.annotate_min_blocks_per_sm(GatesConfig().blocks_per_sm)
             inputs = [T.access_ptr(x, "r") for x in (RawG, RawBeta, ALog, DtBias)]
             outputs = [T.access_ptr(x, "w") for x in (G, Beta)]
             form = (options, g_type, beta_type, A_type, bias_type)
@@ -113,10 +119,12 @@ def backward_func():
         A_type: T.int32,
         bias_type: T.int32,
         num_seqs: T.int32,
+        groups: T.int32,
     ):
-        with T.Kernel(num_blocks, T.ceildiv(HV, THREADS), threads=THREADS) as (block, group):
+        with T.Kernel(num_blocks, groups, threads=THREADS) as (block, group):
             T.import_source(device_source(__file__))
-            shared = T.alloc_shared((2 * THREADS,), "float32", scope="shared")
+            T.annotate_min_blocks_per_sm(GatesConfig(backward=True).blocks_per_sm)
+            shared = T.alloc_shared((2 * THREADS * GATES_QUAD,), "float32", scope="shared")
             inputs = [T.access_ptr(x, "r") for x in (DG, DBeta, RawG, RawBeta, ALog, DtBias)]
             outputs = [*(T.access_ptr(x, "w") for x in (DRawG, DRawBeta, Sums)), shared.data]
             form = (options, g_type, beta_type, A_type, bias_type)
@@ -130,64 +138,3 @@ def backward_func():
 def build(cfg: GatesConfig):
     """The compiled kernel of a config."""
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
-
-
-def _blocks(tokens: int, heads: int, num_sms: int) -> int:
-    rows = THREADS // min(THREADS, heads) * TOKENS_AT_ONCE
-    return max(1, min(-(-tokens // rows), BLOCKS_PER_SM * num_sms))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
-def _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options):
-    """Tensors, and the values that go with them, as both kernels take them; unused ones are not read."""
-    if A_log is not None:
-        options |= ACTIVATE_GATE
-    if dt_bias is not None:
-        options |= HAS_BIAS
-    unused = torch.empty(1, dtype=torch.float32, device=raw_g.device)
-    A_log, dt_bias = (unused if x is None else x for x in (A_log, dt_bias))
-    tensors = (raw_g, raw_beta, A_log, dt_bias)
-    cu = unused.view(torch.int32) if cu_seqlens is None else cu_seqlens
-    num_seqs = -1 if cu_seqlens is None else len(cu_seqlens) - 1
-    return [_bytes(x) for x in tensors], cu, (options, *(TYPES[x.dtype] for x in tensors), num_seqs)
-
-
-def gates(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms) -> tuple[torch.Tensor, torch.Tensor]:
-    """g and beta, [N, HV] fp32; one launch on the current stream.
-
-    Args:
-        raw_g, raw_beta: [N, HV], contiguous, N > 0, each fp32, bf16 or fp16.
-        A_log: [HV], likewise, or None: then g is raw_g. dt_bias: [HV], likewise, or None.
-        cu_seqlens: int32 [S + 1] on the device, or None: then every row is owned.
-        options: ACTIVATE_BETA for the sigmoid of beta, with TWICE for twice that; 0 for raw_beta itself.
-        num_sms: multiprocessors of the device.
-    """
-    g, beta = (torch.empty(raw_g.shape, dtype=torch.float32, device=raw_g.device) for _ in range(2))
-    tensors, cu, form = _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    build(GatesConfig())(*tensors, cu, g, beta, *form, _blocks(*raw_g.shape, num_sms))
-    return g, beta
-
-
-def gates_backward(
-    dg, dbeta, raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options, num_sms
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of raw_g and raw_beta in their dtypes, and of A_log and dt_bias in fp32 (None without them).
-
-    One launch on the current stream, and a sum over its blocks if there is an A_log.
-
-    Args:
-        dg, dbeta: [N, HV] fp32, contiguous: gradients of the results of `gates`.
-        The others as given to `gates`.
-    """
-    draw_g, draw_beta = torch.empty_like(raw_g), torch.empty_like(raw_beta)
-    tensors, cu, form = _arguments(raw_g, raw_beta, A_log, dt_bias, cu_seqlens, options)
-    blocks = _blocks(*raw_g.shape, num_sms)
-    sums = torch.empty(blocks, 2, raw_g.shape[1], dtype=torch.float32, device=raw_g.device)
-    build(GatesConfig(backward=True))(dg, dbeta, *tensors, cu, _bytes(draw_g), _bytes(draw_beta), sums, *form)
-    if A_log is None:
-        return draw_g, draw_beta, None, None
-    dA_log, dbias = sums.sum(0)
-    return draw_g, draw_beta, dA_log, None if dt_bias is None else dbias

@@ -52,9 +52,10 @@ import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from qla.kernels.ws import CHUNK, HEAD_DIMS, WARP, compile_kernel, device_source, num_slots, once_per_config
+from qla.kernels.launch import KKT_BLOCKS_PER_SM
+from qla.kernels.launch import UNIT_HEADS as HEADS
+from qla.kernels.ws import CHUNK, HEAD_DIMS, WARP, compile_kernel, device_source, once_per_config
 
-HEADS = 4  # value heads of a unit: one warp each
 LAST_WARP = (HEADS - 1) * WARP
 KK_SLOT_BYTES = 10496
 SMEM_LIMIT_SM = 233472  # of an SM, including 1 KB that each block costs besides its own
@@ -101,7 +102,7 @@ class KktConfig:
 
     @property
     def blocks_per_sm(self) -> int:
-        return 3 if self.kk_slots == 2 else 2
+        return KKT_BLOCKS_PER_SM[self.kk_slots]
 
     def smem_table(self) -> dict[str, int]:
         return {
@@ -297,57 +298,3 @@ def build(cfg: KktConfig):
 @functools.cache
 def config_for(dtype: torch.dtype, ratio: int, head_k: int) -> KktConfig:
     return KktConfig(str(dtype).removeprefix("torch."), 4 if ratio == 1 else 2, head_k)
-
-
-def num_units(tokens: int, value_heads: int, num_seqs: int, seq_len: int) -> int:
-    """Units to look at, empty ones included, from what the host knows; kkt_solve.cuh numbers them in the same way."""
-    return num_slots(tokens, num_seqs, seq_len) * -(-value_heads // HEADS)
-
-
-def kkt_solve(
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    o: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    num_seqs: int,
-    seq_len: int,
-    num_sms: int,
-    with_bound: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cumulative gates, gated inverses and transition bounds of all chunks; one launch on the current stream, no host synchronisation.
-
-    Args:
-        k: keys [N, H, K], bf16 or fp16, contiguous, K 64 or 128.
-        g: natural-log gates [N, HV] fp32, contiguous, HV a multiple of H. -inf is legal (a hard reset), positive values too.
-        beta: [N, HV] fp32, contiguous.
-        o: [N, HV, V] in k's dtype, contiguous, V 64 or 128; its rows that no sequence owns are set to zero, the others are left alone.
-        cu_seqlens: [num_seqs + 1] int32 on k's device, or None for equal lengths.
-        num_seqs: number of sequences.
-        seq_len: their length if it is the same for all (N = num_seqs * seq_len), 0 to read cu_seqlens.
-        num_sms: multiprocessors to fill.
-        with_bound: whether to compute the bounds.
-
-    Returns:
-        g_cum [N, HV] fp32: sums of g log2(e) within each chunk of 64 tokens; a token's gate counts as 2^-256 at least.
-        A [N, HV, 64] in k's dtype: row i of a token's chunk of Gamma * (I + StrictLower(diag(beta) K K^T))^-1, zero past the chunk's end.
-        bound [num_slots(..), HV] fp32: log2 of what each chunk leaves of a state at most; undefined in slots without a chunk;
-            without with_bound [1, HV], all undefined.
-    """
-    tokens, key_heads, key_dim = k.shape
-    value_heads = g.shape[1]
-    g_cum = torch.empty((tokens, value_heads), dtype=torch.float32, device=k.device)
-    A = torch.empty((tokens, value_heads, CHUNK), dtype=k.dtype, device=k.device)
-    bound = torch.empty((num_slots(tokens, num_seqs, seq_len) if with_bound else 1, value_heads), dtype=torch.float32, device=k.device)
-    if tokens == 0:
-        return g_cum, A, bound
-    if k.data_ptr() % 16:
-        k = k.clone()  # TMA reads from multiples of 16 bytes
-    if cu_seqlens is None:
-        cu_seqlens = torch.empty(1, dtype=torch.int32, device=k.device)  # not read
-    ratio = value_heads // key_heads
-    cfg = config_for(k.dtype, ratio, key_dim)
-    wide_gates = value_heads % HEADS == 0 and g.data_ptr() % 16 == 0 and beta.data_ptr() % 16 == 0
-    num_blocks = min(num_units(tokens, value_heads, num_seqs, seq_len), num_sms * cfg.blocks_per_sm)
-    build(cfg)(k, g, beta, cu_seqlens, A, g_cum, bound, o, ratio, num_seqs, seq_len, int(wide_gates), int(with_bound), num_blocks)
-    return g_cum, A, bound

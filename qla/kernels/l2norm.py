@@ -24,9 +24,6 @@ import torch
 from qla.kernels.ws import PASS_CONFIGS, compile_kernel, device_source, once_per_config
 
 THREADS = 256
-VECTOR = 8  # elements of a lane, 16 bytes
-ROWS_OF_LANES = 4  # that a group of lanes has in flight
-BLOCKS_PER_SM = 8
 
 
 @dataclass(frozen=True)
@@ -130,57 +127,3 @@ def build(cfg: L2NormConfig):
 @functools.cache
 def config_for(dtype: torch.dtype, backward: bool) -> L2NormConfig:
     return L2NormConfig(str(dtype).removeprefix("torch."), backward)
-
-
-def _blocks(rows: int, dim: int, num_sms: int) -> int:
-    at_once = THREADS // (dim // VECTOR) * ROWS_OF_LANES
-    return max(1, min(-(-rows // at_once), BLOCKS_PER_SM * num_sms // 2))
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """All elements between the first and the last of x [N, H, K], as they lie in memory."""
-    tokens, heads, dim = x.shape
-    return x.as_strided(((tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + dim,), (1,))
-
-
-def l2norm(q, k, cu_seqlens, eps, num_sms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalised q and k, contiguous, and the factors of their rows, [N, H] fp32; one launch on the current stream.
-
-    Args:
-        q, k: [N, H, K] bf16 or fp16, N > 0, K 64 or 128, at 16-byte aligned addresses; the last dimension is contiguous, the other
-            strides are multiples of 8.
-        cu_seqlens: int32 [S + 1] on the device, or None: then every row is owned.
-        eps: added to the sum of squares.
-        num_sms: multiprocessors of the device.
-    """
-    yq, yk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    rq, rk = (torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
-    build(config_for(q.dtype, False))(
-        _flat(q),
-        _flat(k),
-        torch.empty(1, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens,
-        yq,
-        yk,
-        rq,
-        rk,
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
-        -1 if cu_seqlens is None else len(cu_seqlens) - 1,
-        eps,
-        _blocks(rq.numel(), q.shape[2], num_sms),
-    )
-    return yq, yk, rq, rk
-
-
-def l2norm_backward(dyq, dyk, yq, yk, rq, rk, num_sms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of q and k from those of the normalised ones; one launch on the current stream.
-
-    Args:
-        dyq, dyk: [N, H, K], N > 0, contiguous, in the dtype of yq and yk.
-        yq, yk, rq, rk: results of `l2norm`.
-        num_sms: multiprocessors of the device.
-    """
-    dq, dk = torch.empty_like(yq), torch.empty_like(yk)
-    build(config_for(yq.dtype, True))(
-        dyq, dyk, yq, yk, rq, rk, dq, dk, _blocks(rq.numel(), yq.shape[2], num_sms)
-    )  # fmt: skip
-    return dq, dk

@@ -6,24 +6,31 @@
     S = S + k u^T
     o = r + (k . q) u          which is S^T q of the new state; q holds the scale
 
-All in fp32. A warp owns 16 columns of V of one state, all of K, in its registers: warps never wait for each other. Lane l owns of them
-columns by a = l / 8 and rows by b = l % 8, the same ones in both layouts, so that sums have one order and results are the transpose bit
-for bit. Rows of K and V are counted in quads of four: K and V are multiples of 4, narrower than 128 by masks.
+All in fp32. Norms of k and q are factors of p, r and k . q, so they are summed in the same round: it takes k and q as they come. The sums
+of four columns are twelve with these three. Every step of theirs over lanes leaves a lane half of them, so that four lanes of sixteen end
+up with each column, work out its u and o, and tell the others u.
+
+Sixteen lanes own four columns of V of one state, all of K, in their registers: warps never wait for each other. Both layouts give a lane
+the same elements, so that sums have one order and results are the transpose bit for bit. Rows of K and V are counted in quads of four: K
+and V are multiples of 4, narrower than 128 by masks. From launch to store is one chain. With few sequences it is all the time there is,
+with many it is how long registers are taken: so there is no division, and nothing waits before the first token's loads.
 
 Shapes   Q, K [tokens, H, K], V [tokens, HV, V], O [tokens, HV, V] in the inputs' dtype, flat, rows of Q, K and V a given stride apart;
          H0, HT [S, HV, K, V] (V-first: [S, HV, V, K]) fp32. g, beta [tokens, HV] (beta also [tokens, HV, V]), gk [tokens, HV, K],
          gv [tokens, HV, V], A_log and dt_bias [HV], cu [S + 1]: as addresses, 0 for what is absent, with their kinds, so that no dtype and
          no presence is a variant of its own or costs a conversion. Sizes, strides, flags: run-time values.
-Roles    two warps a block, alike; block = (sequence, value head, 32 columns of V), columns fastest: together a cache line of a K-first row
-Lane     row 32 i + 4 b + e for i, e < 4        columns r < 4: 4 a + r (K-first), a + 4 r (V-first)
+Roles    four warps a block, alike; block = (32 columns of V, value head, sequence), columns fastest: together a cache line of a K-first row
+Lane     with b = lane % 16: rows 64 i + 4 b + e for i < 2, e < 4        columns 4 c + r for r < 4, quad c the block's lane / 16
          loads and stores of states are 16 bytes: four columns of a row (K-first), four rows of a column (V-first)
+         after the sums: column r = b / 4 of the four
 Shared memory, barriers    none
 Schedule of a block
     state -> registers | inputs of the first token -> registers
-    token t     inputs of token t + 1 -> registers | norms, gates | decay | p, r, k . q | sums over 8 lanes | o | S
+    token t     inputs of token t + 1 -> registers | decay | p, r, k . k, q . q, k . q | sums over 16 lanes | norms | u, o | S
     state -> HT | zeros into rows that no sequence owns: row i past the last one by sequence i % S
 """
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,18 +38,35 @@ import tilelang
 import tilelang.language as T
 import torch
 
+from qla.kernels.launch import (
+    A_LOG,
+    BETA,
+    BETA_PER_COLUMN,
+    COLUMNS,
+    DOUBLE,
+    DT_BIAS,
+    GK,
+    GV,
+    KIND_BITS,
+    KINDS,
+    NORMALISE,
+    QUAD,
+    SIGMOID,
+    WARPS,
+    WIDE_OFFSETS,
+    WITH_FINAL,
+    WITH_STATE,
+    G,
+)
 from qla.kernels.ws import HEAD_DIMS, REGS_PER_SM, WARP, compile_kernel, device_source, once_per_config
 
-QUAD = 4
-MOST_ROWS = max(HEAD_DIMS)  # of K; narrower heads leave some out
-COLUMNS = 16  # of V a warp owns
-WARPS = 2
+ROW_BITS = 4
+ROW_LANES = 1 << ROW_BITS  # lanes that share columns
+COLUMN_LANES = ROW_LANES // QUAD  # lanes of those that go on with one of the columns when sums are done
+TILES = max(HEAD_DIMS) // (ROW_LANES * QUAD)  # of 4 x 4 elements of a state a lane owns
 # Registers a thread may have at blocks_per_sm: with fewer it spills, with more there are fewer warps, and loads in flight.
-REGS = {"bfloat16": 168, "float16": 168, "float32": 248}
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the same enum is in recurrent.cuh
-KIND_BITS = 2
-G, BETA, GK, GV, A_LOG, DT_BIAS = range(6)  # places of kinds
-NORMALISE, SIGMOID, DOUBLE, BETA_PER_COLUMN, WITH_STATE, WITH_FINAL, WIDE_OFFSETS = (1 << i for i in range(7))  # flags
+REGS = {"bfloat16": 96, "float16": 96, "float32": 128}
+P, R, OTHER, SUMS = range(4)  # sums that column r's lanes end up with; OTHER is k . k, q . q, k . q in the first, second and third of them
 L2NORM_EPS = 1e-6
 
 PASS_CONFIGS = {
@@ -76,6 +100,20 @@ class RecurrentConfig:
         return self.warps * WARP
 
     @property
+    def kind(self) -> int:
+        """Of the elements of q, k, v and o."""
+        return KINDS[getattr(torch, self.dtype)]
+
+    @property
+    def words(self) -> int:
+        """Of 4 bytes in a quad of q, k, v or o."""
+        return QUAD if self.dtype == "float32" else QUAD // 2
+
+    @property
+    def load_quad(self) -> str:
+        return f"load_quad<{4 if self.dtype == 'float32' else 2}>"
+
+    @property
     def columns(self) -> int:
         """Of V a block owns."""
         return self.warps * COLUMNS
@@ -88,13 +126,9 @@ class RecurrentConfig:
     def smem_bytes(self) -> int:
         return 0
 
-    def column(self, a, r):
-        """Column r of a lane, among those of its warp."""
-        return a + QUAD * r if self.state_v_first else QUAD * a + r
-
-    def element(self, i, e, r):
-        """Place of the element in row 32 i + 4 b + e and column r in a lane's registers: four of a load next to each other."""
-        return (i * QUAD + r) * QUAD + e if self.state_v_first else (i * QUAD + e) * QUAD + r
+    def element(self, n, r):
+        """Place in a lane's registers of row n of its own, 64 i + 4 b + e for n = 4 i + e, and column r: four of a load side by side."""
+        return (n // QUAD * QUAD + r) * QUAD + n % QUAD if self.state_v_first else n * QUAD + r
 
 
 CONFIGS = tuple(RecurrentConfig(dtype, v_first) for dtype in ("bfloat16", "float16", "float32") for v_first in (False, True))
@@ -104,12 +138,9 @@ def device(function: str, dtype: str, *args):
     return T.call_extern(dtype, f"qla_recurrent::{function}", *args)
 
 
-def bits(z, which, index):
-    return device("bits", "uint32", z.addresses[which], kind(z, which), index)
-
-
-def number(z, which, word):
-    return device("number", "float32", word, kind(z, which))
+def quad_at(x, access, number):
+    """Address of a quad."""
+    return device("quad_at", "int64", T.access_ptr(x, access), number)
 
 
 def read(z, which, index):
@@ -124,171 +155,150 @@ def wants(z, flag):
     return (z.flags & flag) != 0
 
 
-def place(call, tx, bid, pair):
-    """call with a lane's place in it: a, b, first column of its warp, and first quad of its state."""
-    v0 = (bid - pair * call.parts) * call.columns + T.truncdiv(tx, WARP) * COLUMNS
-    state = T.cast(pair, "int64") * (call.k_quads * call.v_quads * QUAD)
-    return SimpleNamespace(**vars(call), a=T.truncdiv(T.truncmod(tx, WARP), 8), b=T.truncmod(tx, 8), v0=v0, state=state)
+def first_quad(cfg, b, c, k_quads, v_quads):
+    """Number, in its state, of the quad that a lane's first load takes."""
+    return c * QUAD * k_quads + b if cfg.state_v_first else b * QUAD * v_quads + c
 
 
-def state_quad(cfg, z, i, e, r):
-    """Number of the quad in the states that a load of a lane takes: its columns (K-first) or its rows (V-first), for which e or r is 0."""
-    if cfg.state_v_first:
-        return z.state + T.cast(z.v0 + cfg.column(z.a, r), "int64") * z.k_quads + 8 * i + z.b
-    return z.state + T.cast(32 * i + 4 * z.b + e, "int64") * z.v_quads + T.truncdiv(z.v0, QUAD) + z.a
+def quads_further(cfg, z, i, j):
+    """From there to the quad of tile i and column j (V-first) or row j (K-first)."""
+    return j * z.k_quads + ROW_LANES * i if cfg.state_v_first else (ROW_LANES * QUAD * i + j) * z.v_quads
 
 
 def has_row(z, i):
-    """Whether rows 32 i + 4 b up to the next quad exist."""
-    return 8 * i + z.b < z.k_quads
+    """Whether rows 64 i + 4 b up to the next quad exist."""
+    return ROW_LANES * i + z.b < z.k_quads
 
 
-def has_column(cfg, z, r):
-    return z.v0 + cfg.column(z.a, r) < z.v_quads * QUAD
+def has_columns(z):
+    return z.c < z.v_quads
 
 
 @T.macro
 def load_state(cfg, z, s, H0):
-    for n in T.unroll(MOST_ROWS * COLUMNS // WARP):
-        s.S[n] = 0.0
-    if wants(z, WITH_STATE):
-        for i in T.unroll(QUAD):
-            for j in T.unroll(QUAD):
-                if has_row(z, i) & has_column(cfg, z, j if cfg.state_v_first else 0):
-                    for x in T.vectorized(QUAD):
-                        s.S[(i * QUAD + j) * QUAD + x] = H0[state_quad(cfg, z, i, j, j) * QUAD + x]
+    first = quad_at(H0, "r", z.state)
+    for i in T.unroll(TILES):
+        for j in T.unroll(QUAD):
+            wanted = wants(z, WITH_STATE) & has_row(z, i) & has_columns(z)
+            device("load_state", "int32", s.S.data, (i * QUAD + j) * QUAD, first, quads_further(cfg, z, i, j), wanted)
 
 
 @T.macro
 def store_state(cfg, z, s, HT):
     if wants(z, WITH_FINAL):
-        for i in T.unroll(QUAD):
+        first = quad_at(HT, "w", z.state)
+        for i in T.unroll(TILES):
             for j in T.unroll(QUAD):
-                if has_row(z, i) & has_column(cfg, z, j if cfg.state_v_first else 0):
-                    n = (i * QUAD + j) * QUAD
-                    values = (s.S[n], s.S[n + 1], s.S[n + 2], s.S[n + 3])
-                    device("store_quad", "int32", T.access_ptr(HT, "w"), state_quad(cfg, z, i, j, j), *values)
+                wanted = has_row(z, i) & has_columns(z)
+                device("store_state", "int32", s.S.data, (i * QUAD + j) * QUAD, first, quads_further(cfg, z, i, j), wanted)
 
 
 @T.macro
 def fetch(cfg, z, s, Q, K, V, row):
     """Starts the loads of a token's inputs."""
-    q_row = T.cast(row, "int64") * z.q_stride + z.key_head * z.k_quads
-    k_row = T.cast(row, "int64") * z.k_stride + z.key_head * z.k_quads
-    v_row = (T.cast(row, "int64") * z.v_stride + z.head * z.v_quads) * QUAD
-    number_of = T.cast(row, "int64") * z.heads + z.head
-    for i in T.unroll(QUAD):
-        if has_row(z, i):
-            for e in T.vectorized(QUAD):
-                s.next_k[i * QUAD + e] = K[(k_row + 8 * i + z.b) * QUAD + e]
-            for e in T.vectorized(QUAD):
-                s.next_q[i * QUAD + e] = Q[(q_row + 8 * i + z.b) * QUAD + e]
-    for r in T.unroll(QUAD):
-        if has_column(cfg, z, r):
-            s.next_v[r] = V[v_row + z.v0 + cfg.column(z.a, r)]
-    s.next_g[0] = bits(z, G, number_of)
-    if wants(z, BETA_PER_COLUMN):
-        for r in T.unroll(QUAD):
-            if has_column(cfg, z, r):
-                s.next_beta[r] = bits(z, BETA, number_of * (z.v_quads * QUAD) + z.v0 + cfg.column(z.a, r))
-    else:
-        s.next_beta[0] = bits(z, BETA, number_of)
-        for r in T.unroll(QUAD - 1):
-            s.next_beta[r + 1] = s.next_beta[0]
+    k = quad_at(K, "r", device("index", "int64", row, z.k_stride, z.k_first))
+    q = quad_at(Q, "r", device("index", "int64", row, z.q_stride, z.k_first))
+    for i in T.unroll(TILES):
+        device(cfg.load_quad, "int32", s.next_k.data, i, k, ROW_LANES * i, has_row(z, i))
+    for i in T.unroll(TILES):
+        device(cfg.load_quad, "int32", s.next_q.data, i, q, ROW_LANES * i, has_row(z, i))
+    v = device("index", "int64", row, z.v_stride * QUAD, z.v_first * QUAD + z.column)
+    device("load_one", "int32", s.next_v.data, T.access_ptr(V, "r"), v, has_columns(z))
+    device("fetch_number", "int32", s.next_number.data, z.number_at, z.number_kind, row, z.number_stride)
 
 
 @T.macro
-def take(cfg, z, s, exp_a, bias):
-    """The token's inputs, which have come, in fp32 and activated: s.k, s.q (times the scale), s.v, s.beta, and its log gate s.gate."""
-    for n in T.unroll(QUAD * QUAD):
-        s.k[n] = T.cast(s.next_k[n], "float32")
-        s.q[n] = T.cast(s.next_q[n], "float32")
-    s.scales[0] = 1.0
-    s.scales[1] = z.scale
-    if wants(z, NORMALISE):
-        s.sums[0] = 0.0
-        s.sums[1] = 0.0
-        for n in T.unroll(QUAD * QUAD):
-            s.sums[0] += s.k[n] * s.k[n]
-            s.sums[1] += s.q[n] * s.q[n]
-        sum_over_rows(s.sums, 2)
-        for n in T.unroll(2):
-            s.scales[n] *= T.rsqrt(s.sums[n] + L2NORM_EPS)
-        for n in T.unroll(QUAD * QUAD):
-            s.k[n] *= s.scales[0]
-    for n in T.unroll(QUAD * QUAD):
-        s.q[n] *= s.scales[1]
-    s.gate[0] = number(z, G, s.next_g[0])
+def take(cfg, z, s):
+    """The token's inputs, which have come, in fp32: s.k, s.q, s.v; activated: its log gate s.gate, and beta in some lanes' s.number."""
+    device(f"widen<{cfg.kind}>", "int32", s.next_k.data, s.k.data, QUAD * TILES)
+    device(f"widen<{cfg.kind}>", "int32", s.next_q.data, s.q.data, QUAD * TILES)
+    device(f"widen<{cfg.kind}>", "int32", s.next_v.data, s.v.data, 1)
+    s.number[0] = device("number", "float32", s.next_number[0], s.next_number[1], z.number_kind)
+    if (z.addresses[BETA] == 0) & (z.b >= BETA):
+        s.number[0] = 1.0
+    s.gate[0] = of_lane(s.number[0], G)
     if z.addresses[A_LOG] != 0:
-        s.gate[0] = device("activated", "float32", s.gate[0] + bias, exp_a)
-    for r in T.unroll(QUAD):
-        s.v[r] = T.cast(s.next_v[r], "float32")
-        s.beta[r] = 1.0
-        if z.addresses[BETA] != 0:
-            s.beta[r] = number(z, BETA, s.next_beta[r])
-        if wants(z, SIGMOID):
-            s.beta[r] = T.if_then_else(wants(z, DOUBLE), 2.0, 1.0) / (1.0 + T.exp(-s.beta[r]))
+        s.gate[0] = device("activated", "float32", s.gate[0] + of_lane(s.number[0], DT_BIAS), of_lane(s.number[0], A_LOG))
+    if wants(z, SIGMOID):
+        s.number[0] = device("sigmoid", "float32", s.number[0], T.if_then_else(wants(z, DOUBLE), 2.0, 1.0))
 
 
-@T.macro
-def sum_over_rows(x, count):
-    """Of every element, over the eight lanes that share columns."""
-    for n in T.unroll(count):
-        x[n] += T.shfl_xor(x[n], 4)
-    for n in T.unroll(count):
-        x[n] += T.shfl_xor(x[n], 2)
-    for n in T.unroll(count):
-        x[n] += T.shfl_xor(x[n], 1)
+def of_lane(x, lane):
+    """x in one of the sixteen lanes."""
+    return device(f"of_lane<{ROW_LANES}>", "float32", x, lane)
 
 
 @T.macro
 def decay(cfg, z, s, row):
-    number_of = T.cast(row, "int64") * z.heads + z.head
     factor = T.exp(s.gate[0])
-    for n in T.unroll(MOST_ROWS * COLUMNS // WARP):
+    for n in T.unroll(QUAD * QUAD * TILES):
         s.S[n] *= factor
     if z.addresses[GK] != 0:
-        for i in T.unroll(QUAD):
-            for e in T.unroll(QUAD):
-                if has_row(z, i):
-                    of_row = T.exp(read(z, GK, (number_of * z.k_quads + 8 * i + z.b) * QUAD + e))
-                    for r in T.unroll(QUAD):
-                        s.S[cfg.element(i, e, r)] *= of_row
+        of_row = device("index", "int64", row, z.heads * z.k_quads, z.head * z.k_quads + z.b)
+        for n in T.unroll(QUAD * TILES):
+            if has_row(z, n // QUAD):
+                by_row = T.exp(read(z, GK, (of_row + ROW_LANES * (n // QUAD)) * QUAD + n % QUAD))
+                for r in T.unroll(QUAD):
+                    s.S[cfg.element(n, r)] *= by_row
     if z.addresses[GV] != 0:
-        for r in T.unroll(QUAD):
-            if has_column(cfg, z, r):
-                of_column = T.exp(read(z, GV, number_of * (z.v_quads * QUAD) + z.v0 + cfg.column(z.a, r)))
-                for n in T.unroll(QUAD * QUAD):
-                    s.S[cfg.element(n // QUAD, n % QUAD, r)] *= of_column
+        of_columns = device("index", "int64", row, z.heads * z.v_quads, z.v_first)
+        if has_columns(z):
+            for r in T.unroll(QUAD):
+                by_column = T.exp(read(z, GV, of_columns * QUAD + r))
+                for n in T.unroll(QUAD * TILES):
+                    s.S[cfg.element(n, r)] *= by_column
 
 
 @T.macro
 def step(cfg, z, s, O, row):
-    # p, r and k . q in one array, so that their sums go through the shuffles together
-    for n in T.unroll(2 * QUAD + 1):
-        s.dots[n] = 0.0
-    for n in T.unroll(QUAD * QUAD):
+    for n in T.unroll(SUMS * QUAD):
+        s.sums[n] = 0.0
+    for n in T.unroll(QUAD * TILES):
         for r in T.unroll(QUAD):
-            s.dots[r] += s.S[cfg.element(n // QUAD, n % QUAD, r)] * s.k[n]
-            s.dots[QUAD + r] += s.S[cfg.element(n // QUAD, n % QUAD, r)] * s.q[n]
-        s.dots[2 * QUAD] += s.k[n] * s.q[n]
-    sum_over_rows(s.dots, 2 * QUAD + 1)
+            s.sums[SUMS * r + P] += s.S[cfg.element(n, r)] * s.k[n]
+            s.sums[SUMS * r + R] += s.S[cfg.element(n, r)] * s.q[n]
+        s.sums[OTHER] += s.k[n] * s.k[n]
+        s.sums[SUMS + OTHER] += s.q[n] * s.q[n]
+        s.sums[2 * SUMS + OTHER] += s.k[n] * s.q[n]
+    sum_over_rows(z, s.sums)
+    s.k_factor[0] = 1.0
+    s.q_factor[0] = z.scale
+    if wants(z, NORMALISE):
+        s.k_factor[0] = T.rsqrt(of_column(s.sums[OTHER], 0) + L2NORM_EPS)
+        s.q_factor[0] *= T.rsqrt(of_column(s.sums[OTHER], 1) + L2NORM_EPS)
+    s.u[0] = of_lane(s.number[0], BETA + z.column) * (s.v[0] - s.sums[P] * s.k_factor[0])
+    s.out[0] = s.q_factor[0] * (s.sums[R] + s.u[0] * (of_column(s.sums[OTHER], 2) * s.k_factor[0]))
+    write(z, s, O, row)
+    s.u[0] *= s.k_factor[0]
     for r in T.unroll(QUAD):
-        s.u[r] = s.beta[r] * (s.v[r] - s.dots[r])
-    # lane b < 4 writes column b of its four
-    s.out[0] = 0.0
-    for r in T.unroll(QUAD):
-        s.out[0] = T.if_then_else(z.b == r, s.dots[QUAD + r] + s.u[r] * s.dots[2 * QUAD], s.out[0])
-    write(cfg, z, O, row, s.out[0])
-    for n in T.unroll(QUAD * QUAD):
+        s.all_u[r] = of_column(s.u[0], r)
+    for n in T.unroll(QUAD * TILES):
         for r in T.unroll(QUAD):
-            s.S[cfg.element(n // QUAD, n % QUAD, r)] += s.k[n] * s.u[r]
+            s.S[cfg.element(n, r)] += s.k[n] * s.all_u[r]
+
+
+def of_column(x, r):
+    """x in the lanes of column r."""
+    return of_lane(x, COLUMN_LANES * r)
 
 
 @T.macro
-def write(cfg, z, O, row, value):
-    if (z.b < QUAD) & has_column(cfg, z, z.b):
-        O[(T.cast(row, "int64") * z.heads + z.head) * (z.v_quads * QUAD) + z.v0 + cfg.column(z.a, z.b)] = T.cast(value, cfg.dtype)
+def sum_over_rows(z, x):
+    """Over the lanes that share columns. Two steps leave a lane half of the sums each: those of its column, from SUMS r on, come first."""
+    for bit in T.unroll(2):
+        for n in T.unroll(SUMS * QUAD >> (bit + 1)):
+            upper = (z.b & (ROW_LANES >> (bit + 1))) != 0
+            x[n] = device("halved", "float32", x[n], x[(SUMS * QUAD >> (bit + 1)) + n], upper, ROW_LANES >> (bit + 1))
+    for bit in T.unroll(ROW_BITS - 2):
+        for n in T.unroll(SUMS):
+            x[n] += T.shfl_xor(x[n], COLUMN_LANES >> (bit + 1))
+
+
+@T.macro
+def write(z, s, O, row):
+    """s.out of its column, by one lane of it."""
+    place = device("index", "int64", row, z.heads * z.v_quads * QUAD, z.v_first * QUAD + z.column)
+    device("store_one", "int32", T.access_ptr(O, "w"), place, s.out[0], ((z.b & (COLUMN_LANES - 1)) == 0) & has_columns(z))
 
 
 def prim_func(cfg: RecurrentConfig):
@@ -306,89 +316,92 @@ def prim_func(cfg: RecurrentConfig):
         HT: T.Tensor((ht_size,), f32),
         # run-time
         g: T.int64,  # addresses
-        beta: T.int64,
-        gk: T.int64,
-        gv: T.int64,
         a_log: T.int64,
         dt_bias: T.int64,
+        gk: T.int64,
+        beta: T.int64,
+        gv: T.int64,
         cu: T.int64,
         kinds: T.int32,
         flags: T.int32,
-        q_stride: T.int64,  # strides and head sizes in quads
-        k_stride: T.int64,
-        v_stride: T.int64,
+        q_stride: T.int32,  # strides and head sizes in quads
+        k_stride: T.int32,
+        v_stride: T.int32,
         k_quads: T.int32,
         v_quads: T.int32,
         heads: T.int32,
-        ratio: T.int32,
+        share: T.int32,  # key_share
         num_seqs: T.int32,
+        first_seq: T.int32,  # of this launch, and how many
+        seqs: T.int32,
         seq_len: T.int32,  # without cu
         tokens: T.int32,
         parts: T.int32,  # blocks a state
         scale: T.float32,
     ):
-        with T.Kernel(num_seqs * heads * parts, threads=cfg.threads) as bid:
+        with T.Kernel(parts, heads, seqs, threads=cfg.threads) as (part, head, number_of_seq):
             T.import_source(device_source(__file__))
             T.annotate_min_blocks_per_sm(cfg.blocks_per_sm)
             s = SimpleNamespace(
-                S=T.alloc_local((MOST_ROWS * COLUMNS // WARP,), f32),
-                **{name: T.alloc_local((QUAD * QUAD,), cfg.dtype) for name in ("next_k", "next_q")},
-                next_v=T.alloc_local((QUAD,), cfg.dtype),
-                next_g=T.alloc_local((1,), "uint32"),
-                next_beta=T.alloc_local((QUAD,), "uint32"),
-                **{name: T.alloc_local((QUAD * QUAD,), f32) for name in ("k", "q")},
-                **{name: T.alloc_local((QUAD,), f32) for name in ("v", "beta", "u")},
-                **{name: T.alloc_local((2,), f32) for name in ("sums", "scales")},
-                **{name: T.alloc_local((1,), f32) for name in ("gate", "out")},
-                dots=T.alloc_local((2 * QUAD + 1,), f32),
+                S=T.alloc_local((QUAD * QUAD * TILES,), f32),
+                **{name: T.alloc_local((cfg.words * TILES,), "uint32") for name in ("next_k", "next_q")},
+                next_v=T.alloc_local((1,), "uint32"),
+                next_number=T.alloc_local((2,), "uint32"),
+                **{name: T.alloc_local((QUAD * TILES,), f32) for name in ("k", "q")},
+                **{name: T.alloc_local((1,), f32) for name in ("number", "gate", "k_factor", "q_factor", "v", "u", "out")},
+                sums=T.alloc_local((SUMS * QUAD,), f32),
+                all_u=T.alloc_local((QUAD,), f32),
             )
-            # in variables: an expression would be worked out anew, with its divisions, wherever it is used
-            pair = T.alloc_var("int32", init=T.truncdiv(bid, parts))
-            seq = T.alloc_var("int32", init=T.truncdiv(pair, heads))
-            head = T.alloc_var("int32", init=pair - seq * heads)
-            key_head = T.alloc_var("int32", init=T.truncdiv(head, ratio))
             tx = T.get_thread_binding()
-            call = SimpleNamespace(
-                addresses=(g, beta, gk, gv, a_log, dt_bias), kinds=kinds, flags=flags, q_stride=q_stride, k_stride=k_stride,
-                v_stride=v_stride, k_quads=k_quads, v_quads=v_quads, heads=heads, head=head, key_head=key_head, scale=scale,
-                parts=parts, columns=cfg.columns,
+            # in variables: an expression would be worked out anew wherever it is used
+            seq = T.alloc_var("int32", init=first_seq + number_of_seq)
+            b = T.alloc_var("int32", init=tx & (ROW_LANES - 1))
+            c = T.alloc_var("int32", init=part * (cfg.columns // QUAD) + (tx >> ROW_BITS))
+            column = T.alloc_var("int32", init=b >> (ROW_BITS - 2))
+            key_head = T.cast(device("index", int64, 4 * head + 2, share, 0) >> 32, "int32")
+            pair = T.alloc_var("int32", init=seq * heads + head)
+            in_state = T.alloc_var("int32", init=first_quad(cfg, b, c, k_quads, v_quads))
+            state = T.alloc_var(int64, init=device("once", int64, device("index", int64, pair, k_quads * v_quads * QUAD, in_state)))
+            k_first = T.alloc_var("int32", init=key_head * k_quads + b)
+            v_first = T.alloc_var("int32", init=head * v_quads + c)
+            # what a lane reads of a token's numbers
+            per_column = ((flags & BETA_PER_COLUMN) != 0) & (b >= BETA)
+            columns = T.if_then_else(per_column, v_quads * QUAD, 1)
+            number_kind = T.alloc_var("int32", init=(kinds >> (KIND_BITS * T.min(b, BETA))) & ((1 << KIND_BITS) - 1))
+            number_first = head * columns + T.if_then_else(per_column, QUAD * c + b - BETA, 0)
+            array = device("array_of_lane", int64, b, g, a_log, dt_bias, T.if_then_else(c < v_quads, beta, T.cast(0, int64)))
+            number_at = T.alloc_var(int64, init=device("number_at", int64, array, number_kind, number_first))
+            token_bytes = heads * columns << device("log_bytes", "int32", number_kind)
+            number_stride = T.alloc_var("int32", init=T.if_then_else((b == A_LOG) | (b == DT_BIAS), 0, token_bytes))
+            z = SimpleNamespace(
+                addresses=(g, a_log, dt_bias, gk, beta, gv), kinds=kinds, flags=flags, q_stride=q_stride, k_stride=k_stride,
+                v_stride=v_stride, k_quads=k_quads, v_quads=v_quads, heads=heads, head=head, scale=scale, b=b, c=c, column=column,
+                state=state, k_first=k_first, v_first=v_first, number_at=number_at, number_kind=number_kind, number_stride=number_stride,
             )  # fmt: skip
-            z = place(call, tx, bid, pair)
 
             # everything is asked for before anything is waited for: the state first, which does not depend on cu
             load_state(cfg, z, s, H0)
-            a_bits = bits(z, A_LOG, head)
-            bias_bits = bits(z, DT_BIAS, head)
-            begin = T.alloc_var("int32", init=seq * seq_len)
+            row = T.alloc_var("int32", init=seq * seq_len)
             end = T.alloc_var("int32", init=seq * seq_len + seq_len)
             if cu != 0:
-                begin = device("offset", "int32", cu, flags & WIDE_OFFSETS, seq, tokens)
+                row = device("offset", "int32", cu, flags & WIDE_OFFSETS, seq, tokens)
                 end = device("offset", "int32", cu, flags & WIDE_OFFSETS, seq + 1, tokens)
-            for n in T.unroll(QUAD * QUAD):
-                s.next_k[n] = T.cast(0, cfg.dtype)
-                s.next_q[n] = T.cast(0, cfg.dtype)
-            for r in T.unroll(QUAD):
-                s.next_v[r] = T.cast(0, cfg.dtype)
-                s.next_beta[r] = T.cast(0, "uint32")
-            if begin < end:
-                fetch(cfg, z, s, Q, K, V, begin)
-            exp_a = T.exp(number(z, A_LOG, a_bits))
-            bias = number(z, DT_BIAS, bias_bits)
-            for t in T.serial(end - begin):
-                take(cfg, z, s, exp_a, bias)
-                if begin + t + 1 < end:
-                    fetch(cfg, z, s, Q, K, V, begin + t + 1)
-                decay(cfg, z, s, begin + t)
-                step(cfg, z, s, O, begin + t)
-            # where the block is, worked out anew: kept until here, it would be spilled
-            lane_again = T.alloc_var("int32", init=device("anew", "int32", tx))
-            block_again = T.alloc_var("int32", init=device("anew", "int32", bid))
-            pair_again = T.alloc_var("int32", init=T.truncdiv(block_again, parts))
-            store_state(cfg, place(call, lane_again, block_again, pair_again), s, HT)
+            if row < end:
+                fetch(cfg, z, s, Q, K, V, row)
+            while row < end:
+                take(cfg, z, s)
+                if row + 1 < end:
+                    fetch(cfg, z, s, Q, K, V, row + 1)
+                decay(cfg, z, s, row)
+                step(cfg, z, s, O, row)
+                row += 1
+            store_state(cfg, z, s, HT)
             if cu != 0:
-                owned = device("offset", "int32", cu, flags & WIDE_OFFSETS, num_seqs, tokens) + T.truncdiv(pair_again, heads)
-                for t in T.serial(T.truncdiv(tokens - owned + num_seqs - 1, num_seqs)):
-                    write(cfg, z, O, owned + t * num_seqs, 0.0)
+                s.out[0] = 0.0
+                row = device("offset", "int32", cu, flags & WIDE_OFFSETS, num_seqs, tokens) + seq
+                while row < tokens:
+                    write(z, s, O, row)
+                    row += num_seqs
 
     return recurrent_kernel
 
@@ -399,106 +412,6 @@ def build(cfg: RecurrentConfig):
     return compile_kernel(lambda: prim_func(cfg), PASS_CONFIGS)
 
 
-def recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    gk: torch.Tensor | None,
-    gv: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    o: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    final_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    num_seqs: int,
-    seq_len: int,
-    scale: float,
-    state_v_first: bool,
-    normalise: bool,
-    sigmoid: bool,
-    double: bool,
-    warps: int = WARPS,
-) -> None:
-    """The recurrence over all tokens; one launch on the current stream, no host synchronisation.
-
-    Args:
-        q, k: [B, T, H, K] bf16, fp16 or fp32, K a multiple of 4, at most 128; any strides (`token_rows`).
-        v: [B, T, HV, V], same dtype, V likewise.
-        g: [B, T, HV] fp32, bf16 or fp16, natural-log gates; gk, gv: [B, T, HV, K] and [B, T, HV, V], more of them. None is 0.
-        beta: [B, T, HV] or [B, T, HV, V], likewise; None is 1.
-        A_log, dt_bias: [HV], likewise; with A_log the gate is -exp(A_log) softplus(g + dt_bias).
-        o: [B, T, HV, V] in q's dtype, contiguous; written as a whole, zero in rows that no sequence owns.
-        initial_state, final_state: [num_seqs, HV, K, V] fp32, V-first [num_seqs, HV, V, K], contiguous and 16-byte aligned; or None.
-        cu_seqlens: [num_seqs + 1] int32 or int64 on q's device, or None for num_seqs sequences of seq_len tokens.
-        scale: factor on o.
-        normalise: divide rows of q and k by sqrt(sum of squares + 1e-6).
-        sigmoid, double: sigmoid(beta), and twice that, in place of beta.
-        warps: a block, for measurements.
-    """
-    batch, length, key_heads, key_dim = k.shape
-    heads, value_dim = v.shape[2:]
-    (q_flat, q_step), (k_flat, k_step), (v_flat, v_step) = (token_rows(x) for x in (q, k, v))
-    small = [None if x is None else x.contiguous() for x in (g, beta, gk, gv, A_log, dt_bias)]
-    kinds = sum(KINDS[x.dtype] << (KIND_BITS * place) for place, x in enumerate(small) if x is not None)
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-    flags = sum(flag for flag, wanted in (
-        (NORMALISE, normalise),
-        (SIGMOID, sigmoid),
-        (DOUBLE, double),
-        (BETA_PER_COLUMN, beta is not None and beta.dim() == 4),
-        (WITH_STATE, initial_state is not None),
-        (WITH_FINAL, final_state is not None),
-        (WIDE_OFFSETS, cu_seqlens is not None and cu_seqlens.dtype == torch.int64),
-    ) if wanted)  # fmt: skip
-    absent = None
-    if initial_state is None and final_state is None:
-        absent = torch.empty(1, dtype=torch.float32, device=q.device)
-    states = [x if x is not None else other if other is not None else absent for x, other in (
-        (initial_state, final_state), (final_state, initial_state),
-    )]  # fmt: skip
-    cfg = RecurrentConfig(str(q.dtype).removeprefix("torch."), state_v_first, warps)
-    build(cfg)(
-        q_flat,
-        k_flat,
-        v_flat,
-        o.view(-1),
-        *(x.view(-1) for x in states),
-        *(0 if x is None else x.data_ptr() for x in (*small, cu_seqlens)),
-        kinds,
-        flags,
-        q_step // QUAD,
-        k_step // QUAD,
-        v_step // QUAD,
-        key_dim // QUAD,
-        value_dim // QUAD,
-        heads,
-        heads // key_heads,
-        num_seqs,
-        seq_len,
-        batch * length,
-        -(-value_dim // cfg.columns),
-        scale,
-    )
-
-
-def token_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x [B, T, H, D] as a flat tensor, and the elements from a token to the next one; a copy where the kernel cannot read x as it is.
-
-    A slice of a wider projection is read in place.
-    """
-    batch, length, heads, dim = x.shape
-    row = heads * dim
-    if x.is_contiguous():
-        step, even = row, True
-    else:
-        by_batch, by_token, by_head, by_element = x.stride()
-        step = by_token if length > 1 else by_batch if batch > 1 else row
-        even = (dim == 1 or by_element == 1) and (heads == 1 or by_head == dim)
-        even = even and (batch == 1 or length == 1 or by_batch == length * by_token) and step % QUAD == 0
-    if not even or x.data_ptr() % (QUAD * x.element_size()):
-        x, step = x.clone(memory_format=torch.contiguous_format), row
-    return x.as_strided(((batch * length - 1) * step + row,), (1,)), step
+@functools.cache
+def config_for(dtype: torch.dtype, state_v_first: bool, warps: int) -> RecurrentConfig:
+    return RecurrentConfig(str(dtype).removeprefix("torch."), state_v_first, warps)

@@ -6,7 +6,6 @@ nothing: the arrive inside it is dropped without an error and the kernel hangs.
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,23 +14,23 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 from tilelang.cuda.intrinsics.macro.wgmma_macro_generator import TensorCoreIntrinEmitter
-from tilelang.env import env
 from tvm import DataType
 
-from qla.kernels import carried
+from qla.kernels.launch import CHUNK, HEAD_DIMS
+from qla.kernels.launch import HALF as HALF
+from qla.kernels.launch import NO_ITEMS as NO_ITEMS
+from qla.kernels.launch import OWN_ITEMS as OWN_ITEMS
+from qla.kernels.launch import PREP_STATE as PREP_STATE
+from qla.kernels.launch import PREP_TRANSITION as PREP_TRANSITION
 
 WARP = 32
 WARPGROUP = 128  # threads
-CHUNK = 64  # tokens a chunk
-HEAD_DIMS = (64, 128)  # what K and V may be: other heads are padded by the caller
 SMEM_LIMIT_SM90 = 232448  # bytes a block may opt in to
 REGS_PER_SM = 65536
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
-HALF = 64  # columns of K a state fragment covers: halves let products with the first start while those of the second are in flight
 FULL_ROW = T.GemmWarpPolicy.FullRow
-# Flags of a work item (cp_plan), sources of a state, ways to use items, fields of a block's place: ws.cuh names the same.
+# Flags of a work item (cp_plan), sources of a state, fields of a block's place: ws.cuh names the same.
 FROM_STATE, FROM_SEGMENT, IDENTITY, PREP_FROM_STATE, WITH_TRANSITION, SPLIT, SEQ_SHIFT = 1, 2, 3, 4, 8, 16, 8
-NO_ITEMS, OWN_ITEMS, PREP_STATE, PREP_TRANSITION = range(4)
 ITEM, SEQ, VALUE_HEAD, KEY_HEAD, ROW, ROWS, CHUNKS, SKIP, SOURCE, ENDS, PART_OF_V, SLOT = range(12)
 PLACE_FIELDS = 12
 _BUILDING = threading.RLock()
@@ -90,21 +89,6 @@ class KernelConfig:
     @property
     def smem_bytes(self) -> int:
         return sum(self.smem_table().values())
-
-
-def choose_block_v(items: int, num_sms: int) -> int:
-    """Columns of V a block owns: 64 doubles the blocks where whole heads leave SMs idle.
-
-    A chunk takes a block of the fused forward about 2.0 us with 128 columns and 1.3 with 64 (us_per_chunk in
-    bench/results/fwd_targets.jsonl), so the split pays while it does not add waves. The scans follow the same rule.
-    """
-    whole, split = math.ceil(items / num_sms) * 2.0, math.ceil(2 * items / num_sms) * 1.3
-    return 64 if split < whole else 128
-
-
-def num_slots(tokens: int, num_seqs: int, seq_len: int) -> int:
-    """Chunk slots, empty ones included, from what the host knows; ws.cuh numbers them in the same way."""
-    return num_seqs * -(-seq_len // CHUNK) if seq_len > 0 else tokens // CHUNK + num_seqs + 1
 
 
 @T.meta_class
@@ -257,11 +241,8 @@ def once_per_config(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.PassConfigKey, Any]) -> Callable[..., None]:
-    """The kernel that `trace` returns as a prim_func, for sm_90a: from TileLang's cache on disk, which first gets what the package carries,
-    or compiled, and kept there."""
+    """The kernel that `trace` returns as a prim_func, for sm_90a: from TileLang's cache on disk, or compiled, and kept there."""
     with lowering():
-        if env.is_cache_enabled():
-            carried.seed(Path(env.TILELANG_CACHE_DIR), tilelang.__version__)
         return tilelang.compile(trace(), target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(pass_configs))
 
 
