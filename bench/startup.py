@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,9 @@ def first_call(package: Path, cache: Path, *options: str, with_nvcc: bool = True
     return dict(json.loads(done.stdout.splitlines()[-1])) | {"process": round(seconds, 4)}
 
 
-def measurements(folder: Path, wheel: Path | None, rounds: int, options: Sequence[str]) -> list[dict[str, Any]]:
-    """All measurements, each with the key ``start``."""
+def measurements(folder: Path, wheel: Path | None, rounds: int, options: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """All measurements, each with the key ``start``, as they are made."""
     carrying = install(folder / "carrying", wheel)
-    records = []
     for number in range(rounds):
         cache = folder / f"cache {number}"
         for start, package, place, more in (
@@ -75,10 +74,9 @@ def measurements(folder: Path, wheel: Path | None, rounds: int, options: Sequenc
             ("carried, empty cache", carrying, folder / f"second cache {number}", []),
         ):
             result = first_call(package, place, *options, *more, with_nvcc=start == "empty cache, warmup")
-            records.append({"start": start, "round": number} | result)
             seconds = f"first result {result['first_result']:6.2f} s, ours {result['ours']:6.2f} s"
             print(f"{start:24} {seconds}, {result['compiled']} compiled", flush=True)
-    return records
+            yield {"start": start, "round": number} | result
 
 
 def main(argv: Sequence[str] | None = None) -> int:

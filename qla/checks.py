@@ -23,6 +23,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 RECURRENT_DTYPES = (*KERNEL_DTYPES, torch.float32)
 KERNEL_DIMS = (64, 128)  # head sizes K and V of the kernels, each by itself
 MAX_TOKENS = 2**31 - 1  # token rows are int32 in the kernels; element offsets are 64-bit
+MAX_RECURRENT_HEADS = 2**16 - 1  # of values: a dimension of the recurrent kernel's grid
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ def check_recurrent_inputs(
 ) -> Problem:
     """The same for the arguments of ``fused_recurrent_gated_delta_rule``."""
     _check_heads(q, k, v)
+    if v.shape[2] > MAX_RECURRENT_HEADS:
+        raise ValueError(f"v must have HV <= {MAX_RECURRENT_HEADS}, got HV = {v.shape[2]}")
     rows = tuple(v.shape[:3])
     for name, x, form, shape in (
         ("g", g, "[B, T, HV]", rows),

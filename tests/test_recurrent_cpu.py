@@ -165,6 +165,12 @@ def test_refusals(options, error, text, rng):
         FUNCTION(q, k, v, **({"g": g, "beta": beta} | options))
 
 
+def test_more_heads_than_a_grid_has(rng):
+    q, k, v, *_ = make_inputs(rng, 1, key_heads=1, value_heads=1, key_dim=4, value_dim=4, dtype=torch.float32)
+    with pytest.raises(ValueError, match="v must have HV <= 65535, got HV = 65536"):
+        FUNCTION(q, k, v.expand(1, 1, 2**16, 4))
+
+
 def test_reasons(monkeypatch):
     monkeypatch.setattr("qla.device._spec_of_index", lambda index: SPEC)
 
