@@ -108,13 +108,14 @@ def test_waits_leave_in_flight_what_is_not_read_yet(kernel):
 
 def test_tiles_in_registers_are_released_when_products_have_them(kernel):
     """An arrival does not wait for ldmatrix, and TMA overwrites a tile as soon as all have arrived."""
-    _, _, code = kernel
+    cfg, _, code = kernel
     part = by_role(code, Role)
     for role, rings in ((Role.QUERIES, ("dw", "do")), (Role.KEYS, ("dw", "pairs"))):
         for ring in rings:
             (release,) = [found.start() for found in re.finditer(rf"{ring}_empty\[[^;{{}}]*\]\.arrive\(\)", part[role])]
             loaded = max(part[role].rfind(f"qla_load_{way}(", 0, release) for way in ("plain", "transposed"))
-            assert len(re.findall(r"wgmma_rs<", part[role][loaded:release])) == 2, (role, ring)
+            products = cfg.k_halves if ring == "pairs" else cfg.v_halves
+            assert len(re.findall(r"wgmma_rs<", part[role][loaded:release])) == products, (role, ring)
 
 
 def test_accumulator_fence_covers_what_a_thread_owns(kernel):
