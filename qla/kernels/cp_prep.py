@@ -30,7 +30,7 @@ Roles    (registers a thread; block_v = 128 | 64)
     role    threads          regs        work
     STATE   0-255 | 0-127    208 | 208   the recurrence (two warpgroups | one)
     SCORE   next 128          64 | 128   P, one chunk ahead; in reverse only
-    IO      last 128          32 | 40    warp 0: TMA loads; warp 1: gates; warp 2: states and values to memory; forward 40
+    IO      last 128          32 | 48    warp 0: TMA loads; warp 1: gates; warp 2: states and values to memory; forward 40 | 48
 Shared memory                   bytes (block_v = 128 | 64)
     q        [3, 64, K]         384 K            in reverse only
     k        [3, 64, K]         384 K
@@ -123,7 +123,7 @@ class Role(IntEnum):
 
 REGS = {
     128: {Role.STATE: 208, Role.SCORE: 64, Role.IO: 32},
-    64: {Role.STATE: 208, Role.SCORE: 128, Role.IO: 40},
+    64: {Role.STATE: 208, Role.SCORE: 128, Role.IO: 48},  # addresses with V, a run-time value, take some
 }
 
 
@@ -146,7 +146,7 @@ class ScanConfig(KernelConfig):
 
     @property
     def regs(self) -> dict[Role, int]:
-        return REGS[self.block_v] if self.reverse else {Role.STATE: 208, Role.IO: 40}
+        return REGS[self.block_v] if self.reverse else {Role.STATE: 208, Role.IO: max(40, REGS[self.block_v][Role.IO])}
 
     @property
     def state_threads(self) -> int:
