@@ -100,7 +100,7 @@ def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
     def find_items() -> tuple[Tensor, Tensor, Tensor]:
         return cp_plan(
             bound, cu_seqlens, tokens, num_seqs, seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
-            plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E, x.num_sms, x.v.shape[2],
+            plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.max_serial_heads, plan.threshold * LOG2E, x.num_sms, x.v.shape[2],
         )  # fmt: skip
 
     made.calls = {"cp_plan": find_items}

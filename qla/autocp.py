@@ -8,9 +8,12 @@ for each pair:
   fused kernel does it, up to `max_warmup` cp_prep does.
 - transition: cp_prep scans each segment from zero and for its transition matrix, cp_merge combines them segment by segment. For pairs
   that need a longer warm-up ("slow"), as long as no more than `max_transition_heads` pairs do.
-- serial: the first block walks the whole sequence and the others leave, for slow pairs when there are more.
+- serial: the first block walks the whole sequence and the others leave, for slow pairs when there are more. With more than
+  `max_serial_heads` of them no sequence is cut: a second launch of the fused kernel, which otherwise leaves, takes them whole.
 
-A plan without transitions and with every warm-up in the fused kernel launches neither cp_prep nor cp_merge.
+A plan without transitions and with every warm-up in the fused kernel launches neither cp_prep nor cp_merge. If, moreover, two blocks share
+V, as they do where whole sequences leave SMs idle, each block finds its segment itself: nothing is launched that an uncut call would not,
+and slow heads cost next to nothing.
 
 The host does not know the gates, so a plan has to pay where they are fast and must not harm where they are slow.
 
@@ -31,6 +34,8 @@ from qla.costs import (
     CUT_CHUNK,
     FAST,
     MAX_TOKENS,
+    OWN_LOADS,
+    PLAN_LOADS,
     WHOLE,
     Coefficients,
     Gates,
@@ -58,9 +63,12 @@ MAX_TRIES = 12  # candidates for which the limits on warm-up and transitions are
 # What a cut must gain with fast gates, and what it may lose with slow ones, as a share of the time of whole sequences.
 MIN_GAIN = 0.03
 MAX_LOSS = 0.01
+MAX_LOSS_US = 1.5  # and so many microseconds,
+LOSS_FOR_GAIN = 0.1  # and this share of what it gains with fast gates
 MAX_LOSS_UNKNOWN = 0.25  # of each of two hypotheses, where the host does not know the lengths
 SLOW_SHARES = (0.25, 0.5, 1.0)  # shares of slow heads for which the loss is looked at
-SLOW_WEIGHT = 0.25  # what a microsecond with slow heads (the mean of SLOW_SHARES) counts against one with fast gates
+SERIAL_GAIN = 0.08  # what a cut with serial pairs must gain over whole sequences, else the device undoes it
+SLOW_WEIGHT = 1.0  # what a microsecond with slow heads (the mean of SLOW_SHARES) counts against one with fast gates
 
 
 def start_value(problem: Problem, num_sms: int, split: int, coefficients: Coefficients | None = None) -> tuple[float, float]:
@@ -128,7 +136,7 @@ def _limits(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, co
     """The plan with its limits on warm-up and transitions, for sequences of these lengths.
 
     max_warmup: as long as warm-up of all heads is predicted faster than the transitions or the serial walk of all; at most 2 segments
-        and MAX_WARMUP chunks.
+        and MAX_WARMUP chunks, or as many as a block that finds its segment itself has in flight: it looks at them before it begins.
     inline_warmup: as long as it is predicted no slower in the fused kernel than in cp_prep.
     max_transition_heads: as long as the transitions of so many pairs are predicted faster than their serial walk, the others being fast.
     lean: whether to do without cp_prep and cp_merge: no transitions, all warm-up in the fused kernel.
@@ -140,7 +148,7 @@ def _limits(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, co
     pairs = problem.value_heads * sum(count for chunks, count in sequences if chunks > plan.chunks_per_segment)
     if not pairs:
         return replace(plan, inline_warmup=MAX_TOKENS, max_warmup=MAX_TOKENS, max_transition_heads=0 if lean else MAX_TOKENS)
-    most = min(2 * plan.chunks_per_segment, MAX_WARMUP)
+    most = min(2 * plan.chunks_per_segment, OWN_LOADS if lean and plan.split == 2 else MAX_WARMUP)
 
     def inline_wins(warmup: int) -> bool:
         limited = replace(plan, inline_warmup=warmup, max_warmup=warmup)
@@ -161,21 +169,34 @@ def _limits(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, co
     return replace(plan, max_transition_heads=_last(transition_wins, 0, pairs))
 
 
-def _variants(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, plan: Plan, coefficients: Coefficients) -> list[Plan]:
-    """The cut with and without cp_prep and cp_merge, the better one first.
+def _with_way_back(
+    problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, plan: Plan, uncut: Plan, coefficients: Coefficients
+) -> Plan:
+    """The cut, left to the device to undo where more pairs are serial than pay: beside blocks of cut pairs they take longer than alone."""
 
-    Better is what takes less in all, microseconds with slow heads counting SLOW_WEIGHT: a short call is not worth two more launches.
-    """
+    def most(sequences: Sequences) -> int:
+        def us(plan: Plan, gates: Gates) -> float:
+            return predict_sequences(problem, sequences, num_sms, plan, gates, False, coefficients).total
 
-    def us(plan: Plan, gates: Gates) -> list[float]:
-        return [predict_sequences(problem, sequences, num_sms, plan, gates, False, coefficients).total for sequences in hypotheses]
+        pairs = problem.value_heads * sum(count for chunks, count in sequences if chunks > plan.chunks_per_segment)
+        limit = (1 - SERIAL_GAIN) * us(uncut, FAST)
+        return _last(lambda number: us(plan, Gates(slow=number / pairs)) < limit, 0, pairs) if pairs else 0
 
-    def weighed(plan: Plan) -> float:
-        slow = [sum(us(plan, Gates(slow=share))) for share in SLOW_SHARES]
-        return sum(us(plan, FAST)) + SLOW_WEIGHT * sum(slow) / len(slow)
+    warmup = min(plan.max_warmup, PLAN_LOADS)  # cp_plan looks at no more than it has in flight
+    plan = replace(plan, inline_warmup=warmup, max_warmup=warmup)
+    return replace(plan, max_serial_heads=min(map(most, hypotheses)), whole_split=uncut.split)
+
+
+def _variants(
+    problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, plan: Plan, uncut: Plan, coefficients: Coefficients
+) -> list[Plan]:
+    """The cut with and without cp_prep and cp_merge, and without them but with a way back to whole sequences."""
+
+    def us(plan: Plan) -> list[float]:
+        return [predict_sequences(problem, sequences, num_sms, plan, FAST, False, coefficients).total for sequences in hypotheses]
 
     variants: list[Plan] = []
-    gains = [whole - cut for whole, cut in zip(us(WHOLE, FAST), us(plan, FAST), strict=True)]
+    gains = [whole - cut for whole, cut in zip(us(WHOLE), us(plan), strict=True)]
     for lean in (True, False):
         limits = [_limits(problem, sequences, num_sms, plan, coefficients, lean) for sequences in hypotheses]
         # Transitions are for the lengths that gain most: where pairs are fewer and longer.
@@ -187,26 +208,35 @@ def _variants(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, p
                 max_transition_heads=limits[gains.index(max(gains))].max_transition_heads,
             )
         )
-    return sorted(variants, key=weighed)
+    return [*variants, _with_way_back(problem, hypotheses, num_sms, variants[0], uncut, coefficients)]
 
 
-def _allowed(problem: Problem, sequences: Sequences, num_sms: int, uncut: Plan, coefficients: Coefficients) -> float:
+def _weighed(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, plan: Plan, coefficients: Coefficients) -> float:
+    """What a plan takes in all, microseconds with slow heads counting SLOW_WEIGHT: a short call is not worth two more launches."""
+
+    def us(gates: Gates) -> float:
+        return sum(predict_sequences(problem, sequences, num_sms, plan, gates, False, coefficients).total for sequences in hypotheses)
+
+    return us(FAST) + SLOW_WEIGHT * sum(us(Gates(slow=share)) for share in SLOW_SHARES) / len(SLOW_SHARES)
+
+
+def _allowed(problem: Problem, sequences: Sequences, num_sms: int, cut: Plan, uncut: Plan, coefficients: Coefficients) -> float:
     """Microseconds that a call with slow heads may take."""
     known = problem.seq_len > 0 or problem.lengths is not None or problem.num_seqs == 1
-    loss = MAX_LOSS if known else MAX_LOSS_UNKNOWN
-    return (1 + loss) * predict_sequences(problem, sequences, num_sms, uncut, FAST, False, coefficients).total
+    whole, fast = (predict_sequences(problem, sequences, num_sms, plan, FAST, False, coefficients).total for plan in (uncut, cut))
+    return (1 + (MAX_LOSS if known else MAX_LOSS_UNKNOWN)) * whole + MAX_LOSS_US + LOSS_FOR_GAIN * max(0.0, whole - fast)
 
 
 def _may_be_harmless(problem: Problem, sequences: Sequences, num_sms: int, cut: Plan, uncut: Plan, coefficients: Coefficients) -> bool:
-    """Whether some limits on warm-up and transitions might make a cut ``_harmless``: all heads slow, by transitions or serial."""
-    ways = (cut, replace(cut, max_transition_heads=MAX_TOKENS))
+    """Whether some limits on warm-up and transitions might make a cut ``_harmless``: all heads slow, by transitions, serial or whole."""
+    ways = (cut, replace(cut, max_transition_heads=MAX_TOKENS), replace(cut, max_serial_heads=0, whole_split=uncut.split))
     slow = [predict_sequences(problem, sequences, num_sms, way, Gates(slow=1.0), False, coefficients).total for way in ways]
-    return min(slow) <= _allowed(problem, sequences, num_sms, uncut, coefficients)
+    return min(slow) <= _allowed(problem, sequences, num_sms, cut, uncut, coefficients)
 
 
 def _harmless(problem: Problem, sequences: Sequences, num_sms: int, plan: Plan, uncut: Plan, coefficients: Coefficients) -> bool:
     """Whether slow heads cost no more than the rule of the function ``plan`` allows, for sequences of these lengths."""
-    allowed = _allowed(problem, sequences, num_sms, uncut, coefficients)
+    allowed = _allowed(problem, sequences, num_sms, plan, uncut, coefficients)
     slow = (predict_sequences(problem, sequences, num_sms, plan, Gates(slow=share), False, coefficients).total for share in SLOW_SHARES)
     return all(time <= allowed for time in slow)
 
@@ -216,7 +246,7 @@ def _least_cut(problem: Problem, sequences: Sequences, num_sms: int, coefficient
     us = coefficients.us
     work = work_of(problem, sequences, num_sms, WHOLE, FAST)
     per_chunk = min(split * (us["fwd_fused"][CUT_CHUNK[split]] + us["fwd_fused"][f"crowding_{split}"]) for split in (1, 2))
-    bases = us["cp_plan"]["base"] + us["fwd_fused"]["base"] + us["launch"]["call"] + 3 * us["launch"]["kernel"]
+    bases = us["fwd_fused"]["base"] + us["launch"]["call"] + 2 * us["launch"]["kernel"]
     solve = coefficients.time("kkt_solve", features_of_work("kkt_solve", problem, num_sms, work))
     return solve + bases + per_chunk * work.chunks * problem.value_heads / num_sms
 
@@ -235,6 +265,20 @@ def _cut_pays_backward(problem: Problem, hypotheses: Sequence[Sequences], num_sm
     return all(time <= (1 + loss) * before for share in SLOW_SHARES for time, before in zip(us(cut, Gates(slow=share)), whole, strict=True))
 
 
+def _uncut(problem: Problem, hypotheses: Sequence[Sequences], num_sms: int, coefficients: Coefficients) -> Plan:
+    """Whole sequences, with another split of V than the number of heads suggests where ragged lengths want it."""
+
+    def us(plan: Plan) -> list[float]:
+        return [predict_sequences(problem, sequences, num_sms, plan, FAST, False, coefficients).total for sequences in hypotheses]
+
+    uncut, whole = WHOLE, us(WHOLE)
+    for split in (1, 2):
+        times = us(replace(WHOLE, split=split))
+        if all(time < (1 - MIN_GAIN) * before - 1 for time, before in zip(times, whole, strict=True)):  # and a microsecond at least
+            uncut, whole = replace(WHOLE, split=split), times
+    return uncut
+
+
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
     hypotheses = possible_lengths(problem)
@@ -244,11 +288,8 @@ def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
 
     if not problem.num_seqs:
         return WHOLE
-    uncut, whole = WHOLE, fast_us(WHOLE)
-    for split in (1, 2):  # ragged lengths may want another one than the number of heads suggests
-        times = fast_us(replace(WHOLE, split=split))
-        if all(time < (1 - MIN_GAIN) * before - 1 for time, before in zip(times, whole, strict=True)):  # and a microsecond at least
-            uncut, whole = replace(WHOLE, split=split), times
+    uncut = _uncut(problem, hypotheses, num_sms, coefficients)
+    whole = fast_us(uncut)
     if all(
         (1 - MIN_GAIN) * time <= _least_cut(problem, sequences, num_sms, coefficients)
         for sequences, time in zip(hypotheses, whole, strict=True)
@@ -267,15 +308,19 @@ def _plan(problem: Problem, num_sms: int, coefficients: Coefficients) -> Plan:
 
     paying = [cut for cut, times in us.items() if pays(times)]
     candidates = sorted(paying, key=lambda cut: (regret(us[cut]), -cut.chunks_per_segment, cut.split))
+    found: list[Plan] = []
     for candidate in candidates[:MAX_TRIES]:
         if not all(_may_be_harmless(problem, sequences, num_sms, candidate, uncut, coefficients) for sequences in hypotheses):
             continue
-        for variant in _variants(problem, hypotheses, num_sms, candidate, coefficients):
+        for variant in _variants(problem, hypotheses, num_sms, candidate, uncut, coefficients):
             harmless = (_harmless(problem, sequences, num_sms, variant, uncut, coefficients) for sequences in hypotheses)
             if pays(fast_us(variant)) and all(harmless):
-                cut_too = _cut_pays_backward(problem, hypotheses, num_sms, variant, coefficients)
-                return variant if cut_too else replace(variant, whole_backward=True)
-    return uncut
+                found.append(variant)
+    if not found:
+        return uncut
+    best_cut = min(found, key=lambda cut: _weighed(problem, hypotheses, num_sms, cut, coefficients))
+    cut_too = _cut_pays_backward(problem, hypotheses, num_sms, best_cut, coefficients)
+    return best_cut if cut_too else replace(best_cut, whole_backward=True)
 
 
 def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None = None) -> Plan:
@@ -284,11 +329,12 @@ def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None
     problem: its size. device: the card; only its sm_count matters. coefficients: those of autocp_coefficients.json by default.
 
     Of the candidates (uncut, with V split as the number of heads suggests or, where that gains 3 %, the other way; cuts into segments of
-    two chunks or more with V in one block or in two) the one with the least predicted forward time for fast gates, with a warm-up of one
-    chunk. It is made with cp_prep and cp_merge, or without them where that saves more with fast gates than SLOW_WEIGHT times what it
-    loses with slow heads (the mean of the shares below). A cut has to gain 3 % over uncut. With a quarter, a half or all of the heads
-    slow it may cost at most 1 % more than uncut. What does not keep to this is tried the other way, with or without the two kernels, then
-    the next best cuts; if none does, the sequences stay whole. The backward pass is cut as well if it gains 3 % and keeps to the 1 %.
+    two chunks or more with V in one block or in two) the cuts with the least predicted forward times for fast gates, with a warm-up of one
+    chunk, are looked at more closely: with cp_prep and cp_merge, without them, and without them but so that the device may leave the
+    sequences whole. A cut has to gain 3 % over uncut with fast gates. With a quarter, a half or all of the heads slow it may cost at most
+    1 % more than uncut, 1.5 us, and a tenth of what it gains with fast ones. Of those that keep to this, it is the one that takes least with
+    fast gates and SLOW_WEIGHT times the mean of the three slow ones; if none does, the sequences stay whole. The backward pass is cut as
+    well if it gains 3 % and costs at most 1 % with slow heads.
     When the host does not know the lengths, they may be equal, or one sequence may hold all tokens: then it is the plan whose worst ratio
     to the best one for each of the two is least, and with slow heads it may cost 25 % more than uncut for either.
     """
@@ -315,10 +361,12 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
     forward = replace(chosen, whole_backward=False)  # as the candidates, of which it is one
     hypotheses = possible_lengths(problem)
     cuts = _candidates(problem, hypotheses, num_sms, coefficients) if tokens else []
+    uncut = _uncut(problem, hypotheses, num_sms, coefficients) if tokens else WHOLE
     rows = [WHOLE] if chosen.chunks_per_segment or chosen == WHOLE else [WHOLE, chosen]
     for cut in cuts:
-        variants = _variants(problem, hypotheses, num_sms, cut, coefficients)
-        rows.append(forward if forward in variants else variants[0])
+        variants = _variants(problem, hypotheses, num_sms, cut, uncut, coefficients)
+        better = min(variants, key=lambda plan: _weighed(problem, hypotheses, num_sms, plan, coefficients))
+        rows.append(forward if forward in variants else better)
 
     def us(plan: Plan, gates: Gates, backward: bool = backward) -> float:
         return predict_sequences(problem, hypotheses[0], num_sms, plan, gates, backward, coefficients).total
@@ -346,6 +394,8 @@ def explain_plan(key_heads: int, value_heads: int, lengths: Sequence[int], num_s
         )
         reason += f"; warm-up in the fused kernel up to {chosen.inline_warmup} chunks and at most {chosen.max_warmup}"
         reason += f", transition matrices for at most {chosen.max_transition_heads} slow pairs"
+        if chosen.may_stay_whole:
+            reason += f", all whole after all if more than {chosen.max_serial_heads} pairs are serial"
         reason += "; the backward pass, which gains less, stays uncut" if chosen.whole_backward else ""
     else:
         reason = f"no cut gains {MIN_GAIN:.0%} over {whole:.1f} us for fast gates and stays within the limits for slow ones"

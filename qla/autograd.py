@@ -73,7 +73,8 @@ class Forward(NamedTuple):
 
     g_cum: [N, HV] fp32, gates summed within the chunk, log2 units. A: [N, HV, 64]. o: [N, HV, V].
     final_state: [S, HV, K, V] fp32, or [S, HV, V, K], or None.
-    cut, bound: None if no sequence is cut; bound [slots, HV] fp32, what ``work_items`` decides by.
+    cut: None if no sequence is cut, or where the forward pass needs no table (``Plan.needs_tables``).
+    bound: None if no sequence is cut; [slots, HV] fp32, what ``work_items`` decides by.
     """
 
     g_cum: Tensor
@@ -143,16 +144,23 @@ def launch_forward(
     final_state = g.new_empty(call.state_shape(k, v)) if output_final_state else None
     is_cut = plan.chunks_per_segment > 0
     cut = items = order = starts = None
+    own: dict[str, Any] = {}
     with on_device(device):
         g_cum, A, bound = launch.kkt_solve(k, g, beta, o, cu_seqlens, num_seqs, seq_len, num_sms, with_bound=is_cut)
-        if is_cut:
+        if is_cut and not plan.needs_tables:
+            own = {"bound": bound, "num_segments": plan.num_segments(num_seqs, len(v), seq_len), "segment_chunks": plan.chunks_per_segment}
+            own |= {"max_warmup": plan.max_warmup, "threshold": plan.threshold * LOG2E}
+        elif is_cut:
             items, reverse, order = work_items(bound, v, cu_seqlens, call)
             starts, transitions = _segment_states(k, v, g_cum, beta, A, initial_state, items, cu_seqlens, call, num_sms)
             cut = Cut(items, reverse, starts, transitions)
-        launch.fwd_fused(
-            q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-            items=items, order=order, segment_states=starts, block_v=max(64, v.shape[2] // plan.split) if plan.split else None,
+        recurrence = (
+            q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms
         )  # fmt: skip
+        block_v = max(64, v.shape[2] // plan.split) if plan.split else None
+        launch.fwd_fused(*recurrence, items=items, order=order, segment_states=starts, block_v=block_v, blocks_an_item=plan.blocks_an_item, **own)
+        if plan.may_stay_whole:
+            launch.fwd_fused(*recurrence, order=order, block_v=max(64, v.shape[2] // plan.whole_split) if plan.whole_split else None)
     return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)
 
 
@@ -167,7 +175,7 @@ def work_items(bound: Tensor, v: Tensor, cu_seqlens: Tensor | None, call: Call) 
     num_segments = plan.num_segments(call.num_seqs, tokens, call.seq_len)
     items: tuple[Tensor, Tensor, Tensor] = cp_plan(
         bound, cu_seqlens, tokens, call.num_seqs, call.seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
-        plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E,
+        plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.max_serial_heads, plan.threshold * LOG2E,
         device_spec(bound.device).sm_count, v.shape[2],
     )  # fmt: skip
     return items
@@ -266,8 +274,10 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         result = launch_forward(q, k, v, g, beta, initial_state, cu_seqlens, call)
         saved = (q, k, v, result.g_cum, beta, result.A, initial_state, cu_seqlens)
-        cut = None if call.plan.whole_backward else result.cut
-        ctx.save_for_backward(*saved, *(_worth_keeping(cut, saved) if cut else ()))
+        cut: Sequence[Tensor | None] = ()
+        if result.bound is not None and not call.plan.whole_backward:
+            cut = _worth_keeping(result.cut, saved) if result.cut else (result.bound,)
+        ctx.save_for_backward(*saved, *cut)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return result.o, result.final_state
@@ -279,6 +289,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         needed = ctx.needs_input_grad[:6]
         with torch.no_grad():
             saved = (q, k, v, g_cum, beta, A, initial_state)
+            if len(cut) == 1:  # the forward pass needed no table
+                cut = work_items(cut[0], v, cu_seqlens, ctx.call)[:2]
             grads = launch_backward(*saved, do, dht, cu_seqlens, ctx.call, needed[5], Cut(*cut) if cut else None)
         return *only_once(grads, needed, q), None, None
 

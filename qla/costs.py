@@ -23,6 +23,7 @@ CHUNK = 64
 MAX_TOKENS = 2**31 - 1  # token rows and grid sizes are int32 in the kernels
 PLAN_THREADS = 1024  # of cp_plan, one for each segment number, value head and direction
 PLAN_LOADS = 8  # that a thread of cp_plan has in flight
+OWN_LOADS = 16  # that a block of the fused kernel has in flight where it finds its segment itself
 PLAN_PIECES = 8  # into which it divides a segment to see whether a transition may grow
 
 # What segments start from is kept for the backward pass while it is at most this share of what is saved anyway.
@@ -49,6 +50,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "scan_states": ("base", "chunk_1", "chunk_2", "traffic", "block", "leave"),
     "scan_state_gradients": ("base", "chunk_1", "chunk_2", "traffic", "block", "leave"),
     "bwd_fused": ("base", "chunk_value_head"),
+    "fwd_spare": ("base", "leave"),
     "launch": ("call", "kernel"),
 }
 
@@ -137,6 +139,9 @@ class Plan:
     max_transition_heads: most (sequence, value head) pairs that go through transition matrices.
     threshold: what a warm-up neglects of the state before it is below exp(-threshold) of it.
     whole_backward: whether the backward pass leaves the sequences whole; if not (default), it goes by the same segments.
+    max_serial_heads: most pairs that are walked as a whole beside others that are cut; if the device finds more, all sequences stay whole,
+        by a launch that otherwise has nothing to do. As many as there are by default, without such a launch.
+    whole_split: the split of V if they stay whole, as split without a cut.
     Raises ValueError.
     """
 
@@ -147,6 +152,8 @@ class Plan:
     max_transition_heads: int
     threshold: float = 10.0
     whole_backward: bool = False
+    max_serial_heads: int = MAX_TOKENS
+    whole_split: int = 0
 
     def __post_init__(self) -> None:
         check_int("chunks_per_segment", self.chunks_per_segment, 0)
@@ -154,6 +161,8 @@ class Plan:
         check_int("inline_warmup", self.inline_warmup, 0)
         check_int("max_warmup", self.max_warmup, 0)
         check_int("max_transition_heads", self.max_transition_heads, 0)
+        check_int("max_serial_heads", self.max_serial_heads, 0)
+        check_int("whole_split", self.whole_split, 0, 2)
         if self.inline_warmup > self.max_warmup:
             raise ValueError(f"inline_warmup must be at most max_warmup = {self.max_warmup}, got {self.inline_warmup}")
         if not 0 < self.threshold < math.inf:
@@ -168,6 +177,22 @@ class Plan:
     def needs_states(self) -> bool:
         """Whether segments may start from states in memory, which cp_prep makes."""
         return self.max_transition_heads > 0 or self.inline_warmup < self.max_warmup
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether the forward pass of a cut call takes its items from cp_plan. Where two blocks share V and all warm-up is in the fused
+        kernel, blocks find the segment that they walk themselves, and slow heads cost next to nothing more than uncut."""
+        return self.split == 1 or self.needs_states or self.may_stay_whole
+
+    @property
+    def blocks_an_item(self) -> int:
+        """Blocks of the fused kernel for each item of a cut call, at most: two where two share V, or may share that of serial pairs."""
+        return 1 if self.split == 1 and self.max_serial_heads == 0 else 2
+
+    @property
+    def may_stay_whole(self) -> bool:
+        """Whether the device may find that the sequences of a cut call are better left whole."""
+        return self.chunks_per_segment > 0 and self.max_serial_heads < MAX_TOKENS
 
     def num_segments(self, num_seqs: int, tokens: int, seq_len: int) -> int:
         """Segment numbers of a call, used or not: what grids and tables are made of.
@@ -340,16 +365,18 @@ def whole_split(items: int, num_sms: int) -> int:
 class _Work:
     """What a call with a plan does: blocks of the recurrences and of cp_prep, and what the small kernels count.
 
-    num_sms: of the card. chunks: of all sequences. cut: whether sequences are cut. segment_heads: segment numbers times value heads.
+    num_sms: of the card. chunks: of all sequences. cut: whether sequences are cut, tables: and items come from cp_plan, stays_whole: which leaves
+        them whole. segment_heads: segment numbers times value heads.
     whole_heads: sequences times value heads.
     walk_runs: of the fused kernel; the scans take the same items. prep_runs: of cp_prep. reverse_runs: of cp_prep_gradients.
     transitions: whether the plan lets any pair take them. steps: of cp_merge, for each pair that does. pairs: such pairs.
-    look: chunks that a thread of cp_plan looks at, one after the other, in units of PLAN_LOADS.
+    look: chunks that a thread of cp_plan looks at, one after the other, in units of PLAN_LOADS. blocks_an_item: as the plan has it.
     """
 
     num_sms: int
     chunks: int
     cut: bool
+    tables: bool
     segment_heads: int
     whole_heads: int
     walk_runs: tuple[Run, ...]
@@ -359,6 +386,8 @@ class _Work:
     steps: int = 0
     pairs: int = 0
     look: int = 0
+    stays_whole: bool = False
+    blocks_an_item: int = 2
 
     @property
     def scan_split(self) -> int:
@@ -440,7 +469,7 @@ def _work(sequences: Sequences, value_heads: int, num_segments: int, num_sms: in
     if not limit:
         split = plan.split or whole_split(segment_heads, num_sms)
         walk = tuple((chunks, split, count * value_heads * split) for chunks, count in sequences)
-        return _Work(num_sms, total, False, segment_heads, segment_heads, walk)
+        return _Work(num_sms, total, False, False, segment_heads, segment_heads, walk)
 
     pairs = value_heads * sum(count for chunks, count in sequences if chunks > limit)
     # For each group of sequences: chunks, number, and of its slow and its fast heads: how many, their warm-up, whether it is too long.
@@ -452,7 +481,11 @@ def _work(sequences: Sequences, value_heads: int, num_segments: int, num_sms: in
         groups.append((chunks, count, [(heads, warmup, warmup > plan.max_warmup) for heads, warmup in both if heads]))
     slow = sum(count * heads for _, count, classes in groups for heads, _, too_long in classes if too_long)
     transition = slow <= plan.max_transition_heads
-    serial_split = 2 if 2 * slow <= num_sms else 1
+    serial_split = 2 if 2 * slow <= num_sms or not plan.needs_tables else 1
+    stays_whole = plan.may_stay_whole and not transition and slow > plan.max_serial_heads
+    if stays_whole:
+        serial_split = plan.whole_split or whole_split(value_heads * sum(count for _, count in sequences), num_sms)
+        groups = [(chunks, count, [(value_heads, 0, True)]) for chunks, count, _ in groups]
     prep_split = whole_split(segment_heads, num_sms)
 
     runs: dict[str, list[Run]] = {"serial": [], "walk": [], "prep": [], "reverse": []}
@@ -481,12 +514,13 @@ def _work(sequences: Sequences, value_heads: int, num_segments: int, num_sms: in
             else:
                 runs[name] += added * count
 
-    looked = min(plan.max_warmup, max((warmup for _, _, classes in groups for _, warmup, _ in classes), default=0))
+    looked = plan.max_warmup if stays_whole else min(plan.max_warmup, max((warmup for _, _, classes in groups for _, warmup, _ in classes), default=0))
     grows = slow > 0 and plan.max_transition_heads > 0
     return _Work(
         num_sms,
         total,
         True,
+        plan.needs_tables,
         segment_heads,
         value_heads * sum(count for _, count in sequences),
         (*runs["serial"], *runs["walk"]),
@@ -496,6 +530,8 @@ def _work(sequences: Sequences, value_heads: int, num_segments: int, num_sms: in
         steps=steps,
         pairs=slow if transition else 0,
         look=-(-looked // PLAN_LOADS) + grows * -(-limit // (PLAN_LOADS * PLAN_PIECES)),
+        stays_whole=stays_whole,
+        blocks_an_item=plan.blocks_an_item,
     )
 
 
@@ -513,10 +549,13 @@ def features_of_work(kernel: str, problem: Problem, num_sms: int, work: _Work) -
         }
     if kernel == "fwd_fused":
         walk = _schedule(work.walk_runs, num_sms)
-        half = "chunk_half" if work.cut else "chunk_2"
+        half = "chunk_half" if work.tables and not work.stays_whole else "chunk_2"
         row = {"base": 1, "chunk_1": walk.serial[1], "chunk_2": 0.0, "chunk_half": 0.0, "block": walk.blocks}
         row |= {half: walk.serial[2], "crowding_1": walk.load[1], "crowding_2": walk.load[2]}
-        return row | {"leave": work.leaving(work.walk_runs, walk, 2)}
+        return row | {"leave": 0.0 if work.stays_whole else work.leaving(work.walk_runs, walk, work.blocks_an_item)}
+    if kernel == "fwd_spare":
+        whole_blocks = work.whole_heads * whole_split(work.whole_heads, num_sms)
+        return {"base": 1, "leave": (work.blocks_an_item * work.segment_heads if work.stays_whole else whole_blocks) / num_sms}
     if kernel in ("scan_states", "scan_state_gradients"):
         runs = work.scan_runs(work.walk_runs)
         scan = _schedule(runs, num_sms)
@@ -563,7 +602,8 @@ def features(
     crowding_1, crowding_2: chunks of all blocks over SMs: what chunks cost more when the other SMs are busy too. crowding: of both, a half
         of V as half a chunk.
     traffic: by how much the latter is above SATURATION of the last SM's chunks: scans wait for memory.
-    leave: blocks over SMs that have nothing to do and find no idle SM.
+    leave: blocks over SMs that have nothing to do and find no idle SM. Of fwd_spare, the launch of the fused kernel for sequences that
+        are cut or for those that are not, whichever has nothing to do, all of its blocks.
     step: of the chains of segments in cp_merge, its blocks one after the other.
     segment_head: segment numbers times value heads. look: times that a thread of cp_plan waits for bounds, in all rounds of its block.
     chunk_value_head, chunk_key_head: chunks of all sequences times heads, in bwd_fused over SMs. bound: the former, where there is a cut.
@@ -610,8 +650,10 @@ def launches(plan: Plan, backward: bool, kept: bool = False) -> list[str]:
     states += ["cp_merge"] if transitions else []
     if backward:
         gradients = ["cp_prep_gradients", "cp_merge_gradients"] if transitions else []
-        return [*([] if kept else states), *gradients, "scan_states", "scan_state_gradients", "bwd_fused"]
-    return ["kkt_solve", *(["cp_plan", *states] if cut else []), "fwd_fused"]
+        tables = ["cp_plan"] if cut and not plan.needs_tables else []
+        return [*tables, *([] if kept else states), *gradients, "scan_states", "scan_state_gradients", "bwd_fused"]
+    spare = ["fwd_spare"] if plan.may_stay_whole else []
+    return ["kkt_solve", *(["cp_plan", *states] if cut and plan.needs_tables else []), "fwd_fused", *spare]
 
 
 def predict_sequences(

@@ -45,7 +45,7 @@ def gated_delta_rule(
     numbers = []
     if plan is not None:
         numbers = [plan.chunks_per_segment, plan.split, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads]
-        numbers.append(int(plan.whole_backward))
+        numbers += [int(plan.whole_backward), plan.max_serial_heads, plan.whole_split]
     sizes = (call.num_seqs, call.seq_len, call.scale, call.state_v_first, numbers, (plan or WHOLE).threshold)
     o, final_state, *_ = chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, *sizes, call.output_final_state)
     return o, final_state if call.output_final_state else None
@@ -73,8 +73,8 @@ def _call(
     output_final_state: bool = False,
 ) -> Call:
     if plan:
-        length, split, inline_warmup, max_warmup, max_transition_heads, whole_backward = plan
-        fixed = Plan(length, split, inline_warmup, max_warmup, max_transition_heads, threshold, bool(whole_backward))
+        *first, whole_backward, max_serial_heads, whole_split = plan
+        fixed = Plan(*first, threshold, bool(whole_backward), max_serial_heads, whole_split)
     else:
         fixed = choose_plan(k.shape[1], v.shape[1], v.shape[2], num_seqs, len(v), seq_len, None, v.device)
     return Call(num_seqs, seq_len, scale, state_v_first, output_final_state, fixed)

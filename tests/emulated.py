@@ -164,8 +164,10 @@ class Emulated:
             (re.sub(r"const|__restrict__", "", kind).strip(), name) for kind, name in re.findall(r"([^,]+?)\s*\b(\w+)(?:,|$)", head)
         ]
         self.by_call = [parameter.name.removesuffix("_handle") for parameter in module.prim_func(cfg).params]
-        device = re.sub(r"float d;\s*asm\(.*?\);", "float d = widened_half(bits);",
-                        Path(module.__file__).with_suffix(".cuh").read_text(), flags=re.S)  # fmt: skip
+        file = Path(module.__file__)
+        shared = re.findall(r'device_source\(__file__, "(.*?)"\)', file.read_text())
+        device = "\n".join(path.read_text() for path in (*map(file.with_name, shared), file.with_suffix(".cuh")))
+        device = re.sub(r"float d;\s*asm\(.*?\);", "float d = widened_half(bits);", device, flags=re.S)
         passed = ", ".join(
             f"({kind})arguments[{i}]" if kind.endswith("*") else f"*({kind}*)arguments[{i}]" for i, (kind, _) in enumerate(self.parameters)
         )

@@ -50,6 +50,8 @@ PLANS = {
     "split transition": Plan(3, 2, 0, 1, ANY),
     "serial": Plan(4, 1, 1, 2, 0),
     "all three": Plan(4, 2, 1, 2, 4),
+    "way back": Plan(4, 1, 8, 8, 0, max_serial_heads=0),
+    "way back from many": Plan(3, 1, 1, 2, 2, max_serial_heads=4, whole_split=2),
 }
 GATES = {
     "none": lambda g: g * 0,
@@ -319,7 +321,10 @@ def expected_items(bound, lengths, plan: Plan, serial_split_up_to: int):
     slow = sum(way == "slow" for way in ways.values())
     transitions = slow <= plan.max_transition_heads
     ways = {key: ("transition" if transitions else "serial") if way == "slow" else way for key, way in ways.items()}
-    serial_flag = SPLIT if sum(way == "serial" for way in ways.values()) <= serial_split_up_to else 0
+    serial = sum(way == "serial" for way in ways.values())
+    serial_flag = SPLIT if serial <= serial_split_up_to else 0
+    if serial > plan.max_serial_heads:
+        ways = dict.fromkeys(ways, "serial")
     items = {}
     for (n, j, h), (before, after) in reaches.items():
         cut, way, whole, chunks = cuts[n], ways[n, h], SPLIT if plan.split == 2 else 0, len(bound[n])
@@ -347,7 +352,7 @@ def expected_items(bound, lengths, plan: Plan, serial_split_up_to: int):
         elif start == chunks:
             flags |= FROM_STATE
         items[n, j, h] = (forward, (start, first, end, flags))
-    return items, ways
+    return items, ways, serial > plan.max_serial_heads
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -377,10 +382,11 @@ def test_items(plan, value_dim, seed, packed):
     threshold = plan.threshold / math.log(2)
     *got, order = cp_plan(
         slots.to(DEVICE), cu.to(DEVICE) if packed else None, tokens, len(lengths), seq_len, num_segments, plan.chunks_per_segment,
-        plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, threshold, 24, value_dim,
+        plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.max_serial_heads, threshold, 24,
+        value_dim,
     )  # fmt: skip
     rule = (plan, 12) if value_dim == 128 else (dataclasses.replace(plan, split=1), -1)
-    expected, ways = expected_items([b.tolist() for b in bound], lengths, *rule)
+    expected, ways, whole = expected_items([b.tolist() for b in bound], lengths, *rule)
     used, serial = set(), set()
     for (n, j, h), pair in expected.items():
         base = packed_segment_base(int(cu[n]), n, plan.chunks_per_segment) if packed else n * -(-chunks[n] // plan.chunks_per_segment)
@@ -395,10 +401,15 @@ def test_items(plan, value_dim, seed, packed):
     for number in range(num_segments):
         for h in range(heads):
             assert (number, h) in used or all(table[number, h, 2] == -1 for table in got), (number, h)
-    blocks = [entry for entry in order.tolist() if entry >= 0]
+    *order, stays_whole = order.tolist()
+    assert len(order) == 2 * num_segments * heads and stays_whole == whole
+    if whole:
+        assert set(order) == {-1}
+        return
+    blocks = [entry for entry in order if entry >= 0]
     rows = got[0].flatten(0, 1)
     expected_blocks = [2 * i + part for i, row in enumerate(rows.tolist()) if row[2] >= 0 for part in range(2 if row[3] & SPLIT else 1)]
-    assert sorted(blocks) == expected_blocks and order.tolist()[: len(blocks)] == blocks
+    assert sorted(blocks) == expected_blocks and order[: len(blocks)] == blocks
     later = [entry // 2 not in serial for entry in blocks]
     assert later == sorted(later), "serial heads come first"
 

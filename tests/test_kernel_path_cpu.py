@@ -141,13 +141,17 @@ class StandIns:
 
     def fwd_fused(
         self, q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-        items, order, segment_states, block_v,
+        items=None, order=None, segment_states=None, block_v=None, blocks_an_item=2, **own_segments,
     ):  # fmt: skip
         self.launches.append("fwd_fused")
-        assert (items is None) == (order is None) and (order is None or order.numel() == 2 * items.shape[0] * items.shape[1])
+        if items is None and order is not None:  # the sequences as a whole, if cp_plan leaves them whole
+            assert order is self.made["cp_plan"][2] and not own_segments
+            self.got["fwd_fused if whole"] = {"block_v": block_v}
+            return
+        assert items is None or order.numel() == 2 * items.shape[0] * items.shape[1] + 1
         self.got["fwd_fused"] = {
             "tensors": (k, v, g_cum, beta, A, initial_state), "place": (cu_seqlens, num_seqs, seq_len), "items": items, "order": order,
-            "states": segment_states, "block_v": block_v,
+            "states": segment_states, "block_v": block_v, "blocks_an_item": blocks_an_item, "own": own_segments,
         }  # fmt: skip
         tokens, heads, _ = v.shape
         inner = self.inner(k, v, state_v_first)
@@ -211,15 +215,15 @@ class StandIns:
 
     def cp_plan(
         self, bound, cu_seqlens, tokens, num_seqs, seq_len, num_segments, segment_chunks, split, inline_warmup, max_warmup,
-        max_transition_heads, threshold, num_sms, value_dim,
+        max_transition_heads, max_serial_heads, threshold, num_sms, value_dim,
     ):  # fmt: skip
         self.launches.append("cp_plan")
         assert torch.equal(bound, self.bound) and len(bound) == self.num_slots(tokens, num_seqs, seq_len) and num_sms == SPEC.sm_count
-        rule = (segment_chunks, split, inline_warmup, max_warmup, max_transition_heads, threshold)
+        rule = (segment_chunks, split, inline_warmup, max_warmup, max_transition_heads, max_serial_heads, threshold)
         assert value_dim == self.made["kkt_solve"][3].shape[2]
         self.got["cp_plan"] = {"place": (cu_seqlens, num_seqs, seq_len), "tokens": tokens, "segments": num_segments, "rule": rule}
         forward, reverse = torch.zeros(2, num_segments, bound.shape[1], 4, dtype=torch.int32)
-        self.made["cp_plan"] = forward, reverse, torch.zeros(2 * num_segments * bound.shape[1], dtype=torch.int32)
+        self.made["cp_plan"] = forward, reverse, torch.zeros(2 * num_segments * bound.shape[1] + 1, dtype=torch.int32)
         return self.made["cp_plan"]
 
     def check_starts(self, items, states, transitions):
@@ -399,6 +403,8 @@ PLANS = {
     "inline warm-up": Plan(4, 1, 16, 16, 0),
     "warm-up by cp_prep": Plan(4, 1, 1, 16, 0),
     "transitions": Plan(4, 2, 1, 2, 8, threshold=5.0),
+    "own segments": Plan(4, 2, 2, 2, 0, threshold=3.0),
+    "way back": Plan(4, 1, 8, 8, 0, max_serial_heads=0, whole_split=2),
 }
 LENGTHS = (300, 0, 70, 257)
 
@@ -417,6 +423,11 @@ class TestCutCalls:
         inputs = make_inputs(rng, sum(LENGTHS) + 13 if packed else 300, batch=1 if packed else 2, value_dim=80, dtype=torch.bfloat16)
         start = make_state(rng, inputs, len(LENGTHS) if packed else None).float()
         return inputs, start, {"cu_seqlens": cu_seqlens_of(LENGTHS)} if packed else {}, (len(LENGTHS), 0) if packed else (2, 300)
+
+    @classmethod
+    def forward_launches(cls, plan):
+        tables = ["cp_plan", *cls.preparation(plan)] if plan.needs_tables else []
+        return ["kkt_solve", *tables, "fwd_fused", *["fwd_fused"] * plan.may_stay_whole]
 
     @staticmethod
     def preparation(plan):
@@ -455,15 +466,27 @@ class TestCutCalls:
         assert kernels.launches == ["kkt_solve", "fwd_fused"]
         kernels.launches.clear()
         actual = qla.chunk_gated_delta_rule(*inputs, auto_cp=plan, **options)
-        assert kernels.launches == ["kkt_solve", "cp_plan", *self.preparation(plan), "fwd_fused"]
+        assert kernels.launches == self.forward_launches(plan)
         for a, b in zip(actual, expected, strict=True):
             assert_bitwise_equal(a, b)
 
         tokens, heads = inputs.g.shape[0] * inputs.g.shape[1], inputs.g.shape[2]
-        planned, through = kernels.got["cp_plan"], kernels.got["fwd_fused"]
+        through = kernels.got["fwd_fused"]
+        if not plan.needs_tables:
+            assert through["items"] is through["order"] is through["states"] is None
+            assert same(through["own"].pop("bound"), kernels.bound)
+            assert through["own"] == {
+                "num_segments": plan.num_segments(num_seqs, tokens, seq_len), "segment_chunks": plan.chunks_per_segment,
+                "max_warmup": plan.max_warmup, "threshold": plan.threshold * LOG2E,
+            }  # fmt: skip
+            return
+        planned = kernels.got["cp_plan"]
         assert planned["rule"] == (
-            plan.chunks_per_segment, plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.threshold * LOG2E
+            plan.chunks_per_segment, plan.split == 2, plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.max_serial_heads,
+            plan.threshold * LOG2E,
         )  # fmt: skip
+        assert through["own"] == {} and through["blocks_an_item"] == (1 if plan.max_serial_heads == 0 else 2)
+        assert kernels.got.get("fwd_fused if whole") == ({"block_v": 64} if plan.may_stay_whole else None)
         assert planned["tokens"] == tokens and planned["segments"] == plan.num_segments(num_seqs, tokens, seq_len)
         assert same(planned["place"][0], through["place"][0]) and planned["place"][1:] == through["place"][1:] == (num_seqs, seq_len)
         assert (planned["place"][0] is None) == (seq_len > 0)
@@ -496,7 +519,8 @@ class TestCutCalls:
         for a, b in zip(*grads, strict=True):
             assert_bitwise_equal(a, b)
         gradients = plan.max_transition_heads > 0
-        before = [*["prepare_state_gradients"] * gradients, *["prepare_states"] * plan.needs_states, *[("cp_merge", True)] * gradients]
+        tables = [] if plan.needs_tables else ["cp_plan"]
+        before = [*tables, *["prepare_state_gradients"] * gradients, *["prepare_states"] * plan.needs_states, *[("cp_merge", True)] * gradients]
         assert kernels.launches == [*before, of_slices[0], *[("cp_merge", False)] * gradients, *of_slices[1:]]
 
         forward, reverse, _ = kernels.made["cp_plan"]
@@ -528,8 +552,9 @@ class TestCutCalls:
         tokens, heads = inputs.g.shape[0] * inputs.g.shape[1], inputs.g.shape[2]
         num_seqs, seq_len = (len(LENGTHS), 0) if options else (2, 300)
         items = (torch.Size((plan.num_segments(num_seqs, tokens, seq_len), heads, 4)), torch.int32)
-        assert [x for x in saved[plan] if x == items] == [items] * 2
-        assert [x for x in saved[plan] if x != items] == saved[False]
+        bound = (torch.Size((StandIns.num_slots(tokens, num_seqs, seq_len), heads)), torch.float32)
+        kept = [items] * 2 if plan.needs_tables else [bound]
+        assert saved[plan][-len(kept) :] == kept and saved[plan][: -len(kept)] == saved[False]
 
     def test_backward_does_not_repeat_what_was_kept(self, kernels, plan, problem, monkeypatch):
         """Where states and transitions take little beside the rest, which nothing this small does by itself."""
@@ -542,7 +567,8 @@ class TestCutCalls:
         torch.autograd.grad(o.float().sum(), leaves)
         gradients = ["prepare_state_gradients", ("cp_merge", True)] if plan.max_transition_heads > 0 else []
         scans = [(name, 0, inputs.g.shape[2]) for name in ("scan_state_gradients", "scan_states")]
-        assert kernels.launches[: len(gradients) + 2] == [*gradients, *scans]
+        tables = [] if plan.needs_tables else ["cp_plan"]
+        assert kernels.launches[: len(tables) + len(gradients) + 2] == [*tables, *gradients, *scans]
         assert same(kernels.got["scan_states"][-1]["states"], forward_states)
         if gradients:
             self.check_merge(kernels, plan, True, kernels.got["prepare_state_gradients"]["states"], transitions)
@@ -555,7 +581,7 @@ class TestCutCalls:
             leaves = [*inputs.leaves(), start.clone().requires_grad_()]
             kernels.launches.clear()
             o, _ = qla.chunk_gated_delta_rule(*leaves[:5], initial_state=leaves[5], auto_cp=auto_cp, **options)
-            assert ("cp_plan" in kernels.launches) == bool(auto_cp)
+            assert ("cp_plan" in kernels.launches) == bool(auto_cp and auto_cp.needs_tables)
             kernels.launches.clear()
             kernels.got.pop("scan_states", None)
             grads.append(torch.autograd.grad(o.float().sum(), leaves))
@@ -582,7 +608,7 @@ class TestCutCalls:
     def test_low_level_entry_is_cut_too(self, kernels, plan, problem):
         inputs, start, options, _ = problem
         qla.chunk_gated_delta_rule_fwd(*inputs, initial_state=start, auto_cp=plan, **options)
-        assert kernels.launches == ["kkt_solve", "cp_plan", *self.preparation(plan), "fwd_fused"]
+        assert kernels.launches == self.forward_launches(plan)
 
     def test_planner_decides_unless_told(self, kernels, problem, monkeypatch):
         inputs, _, options, _ = problem

@@ -14,6 +14,8 @@ from tests.lowered import generated  # noqa: E402
 
 SHARED = Path(ws.__file__).with_suffix(".cuh").read_text()
 OWN = Path(plan.__file__).with_suffix(".cuh").read_text()
+SEGMENTS = Path(plan.__file__).with_name("segments.cuh").read_text()
+FUSED = Path(plan.__file__).with_name("fwd_fused.cuh").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,11 @@ def test_places_are_located_with_values_in_their_order():
         ("cp_prep.py", "seq_len, N, item, 0, head0, heads, HV, T.truncdiv(HV, H), use_h0"),
     ):
         assert f"problem = ({passed})" in (folder / file).read_text()
+    own = "num_seqs seq_len tokens number head heads ratio segment_chunks max_warmup threshold use_state lane"
+    assert " ".join(parameters(FUSED, "qla_locate_segment")) == f"place bound cu {own}"
+    fused = (folder / "fwd_fused.py").read_text()
+    assert "problem = (num_seqs, seq_len, N, T.truncdiv(own, HV), T.truncmod(own, HV), HV, T.truncdiv(HV, H))" in fused
+    assert "rule = (segment_chunks, max_warmup, threshold, use_h0, tx)" in fused
     merge = (folder / "cp_merge.cuh").read_text()
     assert parameters(merge, "qla_locate_chain")[4:] == ["seq", "seq_len", "tokens", "segment_chunks", "head", "heads"]
     assert "*tables, seq, seq_len, tokens, segment_chunks, head, heads)" in (folder / "cp_merge.py").read_text()
@@ -71,7 +78,7 @@ def test_fields_of_a_place_agree():
     fields = enum(SHARED, "QlaPlace")
     assert in_python == {name: i for i, name in enumerate(fields)}
     assert len(fields) == ws.PLACE_FIELDS
-    body = SHARED[SHARED.index("int qla_locate(") :]
+    body = SHARED[SHARED.index("int qla_place(") :]
     assert re.findall(r"place\[(k\w+)\] = ", body) == fields, "all of them are written"
 
 
@@ -87,8 +94,8 @@ def test_flags_of_an_item_agree():
 
 
 def test_uses_of_items_agree():
-    uses = [ws.NO_ITEMS, ws.OWN_ITEMS, ws.PREP_STATE, ws.PREP_TRANSITION]
-    assert enum(SHARED, "QlaUse") == ["kNoItems", "kOwnItems", "kPrepState", "kPrepTransition"] and uses == list(range(4))
+    uses = [ws.NO_ITEMS, ws.OWN_ITEMS, ws.PREP_STATE, ws.PREP_TRANSITION, ws.OWN_SEGMENTS]
+    assert enum(SHARED, "QlaUse") == ["kNoItems", "kOwnItems", "kPrepState", "kPrepTransition", "kOwnSegments"] and uses == list(range(5))
     assert ws.PREP_TRANSITION == ws.PREP_STATE + 1, "the grid's second kind"
 
 
@@ -96,7 +103,7 @@ def test_ways_agree():
     found = constants(OWN)
     assert [found[name] for name in ("kWarmup", "kTransition", "kSerial")] == [plan.WARMUP, plan.TRANSITION, plan.SERIAL]
     assert found["kSlow"] & found["kGrowing"] == 0
-    assert "ways[i] = marks == 0 ? kWarmup : " in OWN
+    assert "ways[i] = whole ? kSerial : marks == 0 ? kWarmup : " in OWN
 
 
 def test_numbers_in_the_docstring():
@@ -108,7 +115,7 @@ def test_numbers_in_the_docstring():
     assert [int(flag) for flag in flags] == [ws.FROM_STATE, ws.FROM_SEGMENT, ws.PREP_FROM_STATE, ws.WITH_TRANSITION, ws.SPLIT]
     assert f"flags | sequence << {ws.SEQ_SHIFT}" in plan.__doc__
     assert f"one block of {plan.THREADS} threads" in plan.__doc__ and costs.PLAN_THREADS == plan.THREADS
-    assert int(re.search(r"kAtOnce = (\d+)", OWN)[1]) == costs.PLAN_LOADS
+    assert constants(OWN)["kAtOnce"] == costs.PLAN_LOADS and constants(FUSED)["kBoundsAtOnce"] == costs.OWN_LOADS
 
 
 def test_shared_memory_and_barriers_in_docstring():
@@ -122,8 +129,8 @@ def test_shared_memory_and_barriers_in_docstring():
 
 def test_numbers_of_segments_are_those_of_the_host():
     """One formula at three places: here the two of device code as text, in tests/test_autocp_cpu.py that of the host by its values."""
-    assert "return ((offset(p, n) >> 6) + n) / p.segment_chunks + n;" in OWN
+    assert "return ((offset(p, n) >> 6) + n) / p.segment_chunks + n;" in SEGMENTS
     merge = (Path(ws.__file__).parent / "cp_merge.cuh").read_text()
     assert "seq_len > 0 ? seq * count : ((begin >> 6) + seq) / segment_chunks + seq;" in merge
     assert "(first_token // CHUNK + seq) // chunks_per_segment + seq" in inspect.getsource(costs.packed_segment_base)
-    assert "(int)((long long)j * chunks / count)" in OWN and "j * chunks // count" in inspect.getsource(costs.segments)
+    assert "(int)((long long)j * chunks / count)" in SEGMENTS and "j * chunks // count" in inspect.getsource(costs.segments)

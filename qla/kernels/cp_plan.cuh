@@ -1,70 +1,16 @@
 // Device code of cp_plan.py: the whole kernel is one function of one block.
 namespace qla_plan {
 
+using qla_segments::Problem;
+using qla_segments::Segment;
+using qla_segments::find_segment;
+using qla_segments::warmup;
+
 constexpr int kSlow = 1, kGrowing = 2;  // marks of a (sequence, head)
 constexpr int kWarmup = 0, kTransition = 1, kSerial = 2;  // ways; cp_plan.py names the same
 constexpr float kGrowth = 8.f;  // log2: a transition that may grow more than this is not computed
 constexpr int kPieces = 8;      // of a segment, for that
-
-struct Problem {
-  const float* bound;
-  const int* cu;
-  int num_seqs, seq_len, tokens, heads, segment_chunks;
-};
-
-struct Segment {
-  int seq, index, count, chunks, slot0;  // count: segments of the sequence; index >= count: none has this number
-  __device__ __forceinline__ int edge(int j) const { return count > 0 ? (int)((long long)j * chunks / count) : 0; }
-};
-
-__device__ __forceinline__ int offset(const Problem& p, int n) { return min(max(__ldg(p.cu + n), 0), p.tokens); }
-__device__ __forceinline__ int base(const Problem& p, int n) { return ((offset(p, n) >> 6) + n) / p.segment_chunks + n; }
-
-// The sequence that owns a segment number: packed, the last n with base(n) <= number.
-__device__ __forceinline__ Segment find_segment(const Problem& p, int number) {
-  Segment s;
-  if (p.seq_len > 0) {
-    s.chunks = (p.seq_len + 63) >> 6;
-    s.count = (s.chunks + p.segment_chunks - 1) / p.segment_chunks;
-    s.seq = number / s.count;
-    s.index = number - s.seq * s.count;
-    s.slot0 = s.seq * s.chunks;
-    return s;
-  }
-  int lo = 0, hi = p.num_seqs;
-  while (hi - lo > 1) {
-    const int mid = (lo + hi) >> 1;
-    if (base(p, mid) <= number) lo = mid;
-    else hi = mid;
-  }
-  const int begin = offset(p, lo);
-  s.seq = lo;
-  s.chunks = (max(offset(p, lo + 1) - begin, 0) + 63) >> 6;
-  s.count = (s.chunks + p.segment_chunks - 1) / p.segment_chunks;
-  s.index = number - base(p, lo);
-  if (s.index < 0) s.index = max(s.count, 1);  // only with offsets that go back: no segment
-  s.slot0 = (begin >> 6) + lo;
-  return s;
-}
-
-// Chunks of one head from `chunk` on, towards the sequence's start or end, until what lies before is forgotten; -1 if `limit` are not enough.
-__device__ __forceinline__ int warmup(const Problem& p, const Segment& s, int head, int chunk, int step, int limit, float threshold) {
-  constexpr int kAtOnce = 8;  // loads in flight
-  const int left = step < 0 ? chunk + 1 : s.chunks - chunk, most = min(limit, left);
-  const float* at = p.bound + (long long)(s.slot0 + chunk) * p.heads + head;
-  float sum = 0.f;
-  for (int w = 0; w < most; w += kAtOnce) {
-    float x[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) x[i] = w + i < most ? __ldg(at + (long long)(w + i) * step * p.heads) : 0.f;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      sum += x[i];
-      if (w + i < most && sum <= -threshold) return w + i + 1;
-    }
-  }
-  return most == left ? left : -1;
-}
+constexpr int kAtOnce = 8;      // loads of bounds in flight
 
 // Whether the transition over chunks [first, end) may grow by more than 2^limit; NaN may.
 __device__ __forceinline__ bool grows(const Problem& p, const Segment& s, int head, int first, int end, float limit) {
@@ -80,7 +26,7 @@ __device__ __forceinline__ bool grows(const Problem& p, const Segment& s, int he
 
 __device__ __forceinline__ int plan(const float* bound, const int* cu, int* forward, int* reverse, int* order, int* ways, int num_segments, int num_seqs,
                                     int seq_len, int tokens, int heads, int segment_chunks, int split, int inline_warmup, int max_warmup,
-                                    int max_transition_heads, int split_serial_up_to, float threshold) {
+                                    int max_transition_heads, int max_serial_heads, int split_serial_up_to, float threshold) {
   const Problem p{bound, cu, num_seqs, seq_len, tokens, heads, segment_chunks};
   const int tid = threadIdx.x, pairs = num_seqs * heads, items = num_segments * heads;
   __shared__ int counts[2], placed[2];  // slow and growing pairs; blocks of serial and of other items
@@ -96,8 +42,8 @@ __device__ __forceinline__ int plan(const float* bound, const int* cu, int* forw
     const Segment s = find_segment(p, number);
     if (s.index >= s.count) continue;
     int w = 0;
-    if (after && s.index + 1 < s.count) w = warmup(p, s, head, s.edge(s.index + 1), 1, max_warmup, threshold);
-    if (!after && s.index > 0) w = warmup(p, s, head, s.edge(s.index) - 1, -1, max_warmup, threshold);
+    if (after && s.index + 1 < s.count) w = warmup<kAtOnce>(p, s, head, s.edge(s.index + 1), 1, max_warmup, threshold);
+    if (!after && s.index > 0) w = warmup<kAtOnce>(p, s, head, s.edge(s.index) - 1, -1, max_warmup, threshold);
     (after ? reverse : forward)[4 * i] = w;
     if (w < 0) atomicOr(ways + s.seq * heads + head, kSlow);
   }
@@ -122,9 +68,11 @@ __device__ __forceinline__ int plan(const float* bound, const int* cu, int* forw
   __syncthreads();
   const bool transitions = counts[0] <= max_transition_heads;
   const int serial = transitions ? counts[1] : counts[0] + counts[1], serial_split = serial <= split_serial_up_to ? kSplit : 0;
+  const bool whole = serial > max_serial_heads;
+  if (tid == 0) order[2 * items] = whole;
   for (int i = tid; i < pairs; i += blockDim.x) {
     const int marks = ways[i];
-    ways[i] = marks == 0 ? kWarmup : marks == kSlow && transitions ? kTransition : kSerial;
+    ways[i] = whole ? kSerial : marks == 0 ? kWarmup : marks == kSlow && transitions ? kTransition : kSerial;
   }
   __syncthreads();
 
@@ -164,7 +112,7 @@ __device__ __forceinline__ int plan(const float* bound, const int* cu, int* forw
     r.w |= s.seq << kSeqShift;
     reinterpret_cast<int4*>(forward)[i] = f;
     reinterpret_cast<int4*>(reverse)[i] = r;
-    if (f.z >= 0) {  // the longest first
+    if (f.z >= 0 && !whole) {  // the longest first
       const int blocks = f.w & kSplit ? 2 : 1;
       const int at = way == kSerial ? atomicAdd(placed, blocks) : serial * (serial_split ? 2 : 1) + atomicAdd(placed + 1, blocks);
       for (int part = 0; part < blocks; ++part) order[at + part] = 2 * i + part;

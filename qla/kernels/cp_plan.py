@@ -10,9 +10,10 @@ one of three ways, the same for all segments of a (sequence, value head), both d
     serial       the first item walks the whole sequence, the others have nothing to do
 A (sequence, head) is slow if a segment's warm-up would be longer than max_warmup in either direction. Of slow ones, those whose
 transition may grow (bounds above 1 that multiply to more than 2 within an eighth of a segment) are serial. The others take the
-transition if they are max_transition_heads at most, else they are serial too.
+transition if they are max_transition_heads at most, else they are serial too. With more than max_serial_heads serial ones all are serial, and
+left to a launch of `fwd_fused` without items: its sequences stay whole.
 
-Shapes   bound [slots, HV] fp32 (`kkt_solve`); cu [S + 1] int32; forward, reverse [segments, HV, 4], order [2 segments HV], ways [S, HV]
+Shapes   bound [slots, HV] fp32 (`kkt_solve`); cu [S + 1] int32; forward, reverse [segments, HV, 4], order [2 segments HV + 1], ways [S, HV]
          int32. S, HV, lengths and the rule are run-time values. Segments of packed sequence n have the numbers from
          (cu[n] / 64 + n) / L + n on (equal lengths: the segments in order); numbers without a segment have items without work.
 Item     (start, first, end, flags | sequence << 8), in chunks of the sequence. end < 0: nothing to do.
@@ -84,14 +85,15 @@ def prim_func(cfg: PlanConfig):
         inline_warmup: T.int32,
         max_warmup: T.int32,
         max_transition_heads: T.int32,
+        max_serial_heads: T.int32,
         split_serial_up_to: T.int32,
         threshold: T.float32,
     ):
         with T.Kernel(1, threads=THREADS):
-            T.import_source(device_source(__file__))
+            T.import_source(device_source(__file__, "segments.cuh"))
             tables = [T.access_ptr(table, "w") for table in (Forward, Reverse, Order, Ways)]
             problem = (num_segments, num_seqs, seq_len, tokens, heads, segment_chunks)
-            rule = (split, inline_warmup, max_warmup, max_transition_heads, split_serial_up_to, threshold)
+            rule = (split, inline_warmup, max_warmup, max_transition_heads, max_serial_heads, split_serial_up_to, threshold)
             inputs = (T.access_ptr(Bound, "r"), T.access_ptr(Cu, "r"))
             T.evaluate(T.call_extern(int32, "qla_plan::plan", *inputs, *tables, *problem, *rule))
 

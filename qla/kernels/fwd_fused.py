@@ -69,6 +69,7 @@ from qla.kernels.ws import (
     HEAD_DIMS,
     KEY_HEAD,
     NO_ITEMS,
+    OWN_SEGMENTS,
     PART_OF_V,
     PASS_CONFIGS,
     PLACE_FIELDS,
@@ -394,16 +395,21 @@ def prim_func(cfg: FwdConfig):
         Segments: T.Tensor((segments_size,), f32),
         # run-time
         num_rows: T.int32,  # sequences, or with use_items segments
-        use_items: T.int32,  # NO_ITEMS or OWN_ITEMS
+        use_items: T.int32,  # NO_ITEMS, OWN_ITEMS, or with block_v = 64 OWN_SEGMENTS
         seq_len: T.int32,  # 0: lengths are in Cu
         log2_scale: T.float32,
         use_h0: T.int32,
         use_ht: T.int32,
         v_first: T.int32,
+        # of OWN_SEGMENTS, as of cp_plan
+        num_seqs: T.int32,
+        segment_chunks: T.int32,
+        max_warmup: T.int32,
+        threshold: T.float32,
     ):
         wide = DV // (2 * HALF) if bv == HALF else 0  # 1: two blocks share V
-        with T.Kernel(num_rows * HV * (1 + T.max(wide, use_items)), threads=cfg.threads) as bid:
-            T.import_source(device_source(__file__))
+        with T.Kernel(num_rows * HV * (1 + T.max(wide, use_items % OWN_SEGMENTS)), threads=cfg.threads) as bid:
+            T.import_source(device_source(__file__, "segments.cuh"))
             s = SimpleNamespace(
                 block_v=bv,
                 head_k=cfg.head_k,
@@ -453,12 +459,22 @@ def prim_func(cfg: FwdConfig):
 
             tx = T.get_thread_binding()
             v0 = (bid & wide) * HALF if bv == HALF else 0
-            if tx == 0:
+            if bv == HALF and use_items == OWN_SEGMENTS:
+                if tx < WARP:
+                    own = bid >> wide
+                    problem = (num_seqs, seq_len, N, T.truncdiv(own, HV), T.truncmod(own, HV), HV, T.truncdiv(HV, H))
+                    rule = (segment_chunks, max_warmup, threshold, use_h0, tx)
+                    tables = (T.access_ptr(s.place, "w"), T.access_ptr(Segments, "r"), T.access_ptr(Cu, "r"))
+                    T.call_extern("int32", "qla_locate_segment", *tables, *problem, *rule)
+            elif tx == 0:
                 item = T.alloc_var("int32", bid >> wide if bv == HALF else bid)
                 part = T.alloc_var("int32", 0)
                 if use_items != NO_ITEMS:
                     part = Order[bid] & 1
                     item = Order[bid] >> 1  # -1 stays -1: nothing to do
+                elif order_size > 0:
+                    if Order[0] == 0:
+                        item = -1
                 problem = (seq_len, N, item, part, 0, HV, HV, T.truncdiv(HV, H), use_h0)
                 tables = (T.access_ptr(s.place, "w"), T.access_ptr(Items, "r"), use_items, False, T.access_ptr(Cu, "r"))
                 T.call_extern("int32", "qla_locate", *tables, *problem)

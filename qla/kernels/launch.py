@@ -17,7 +17,7 @@ from qla.kernels import carried
 CHUNK = 64  # tokens a chunk
 HALF = 64  # columns of K that a state fragment covers, and of V that a block has where two share a head: halves of 128
 HEAD_DIMS = (64, 128)  # what K and V may be: other heads are padded by the caller
-NO_ITEMS, OWN_ITEMS, PREP_STATE, PREP_TRANSITION = range(4)  # ways to use items; ws.cuh names the same
+NO_ITEMS, OWN_ITEMS, PREP_STATE, PREP_TRANSITION, OWN_SEGMENTS = range(5)  # ways to find a block's item; ws.cuh names the same
 HALVES = (torch.bfloat16, torch.float16)
 
 # Of l2norm
@@ -340,11 +340,13 @@ def cp_plan(
     inline_warmup,
     max_warmup,
     max_transition_heads,
+    max_serial_heads,
     threshold,
     num_sms,
     value_dim,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Items of both directions, [num_segments, HV, 4] int32, forward first, and the order of their blocks.
+    """Items of both directions, [num_segments, HV, 4] int32, forward first, and the order of their blocks, [2 num_segments HV + 1] int32,
+    whose last element is 1 if the sequences stay whole.
 
     One launch on the current stream, no host synchronisation.
 
@@ -356,7 +358,7 @@ def cp_plan(
         segment_chunks: L.
         split: whether two blocks share an item.
         inline_warmup: warm-ups up to so many chunks are the item's own, longer ones are left to cp_prep.
-        max_warmup, max_transition_heads: see the head of this file.
+        max_warmup, max_transition_heads, max_serial_heads: see the head of cp_plan.py.
         threshold: log2 units, > 0.
         num_sms: multiprocessors of the device.
         value_dim: V; what is 64 wide is not split.
@@ -364,7 +366,7 @@ def cp_plan(
     may_split = value_dim > HALF
     heads = bound.shape[1]
     forward, reverse = torch.empty(2, num_segments, heads, 4, dtype=torch.int32, device=bound.device)
-    order = torch.empty(2 * num_segments * heads, dtype=torch.int32, device=bound.device)
+    order = torch.empty(2 * num_segments * heads + 1, dtype=torch.int32, device=bound.device)
     launcher("cp_plan")(
         bound,
         unread(bound.device) if cu_seqlens is None else cu_seqlens,
@@ -379,6 +381,7 @@ def cp_plan(
         inline_warmup,
         max_warmup,
         max_transition_heads,
+        max_serial_heads,
         num_sms // 2 if may_split else -1,
         threshold,
     )
@@ -517,7 +520,7 @@ def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, s
 
 def fwd_fused(
     q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, order=None, segment_states=None, block_v=None,
+    items=None, order=None, segment_states=None, block_v=None, blocks_an_item=2, bound=None, num_segments=0, segment_chunks=1, max_warmup=0, threshold=0.0,
 ) -> None:  # fmt: skip
     """Launch the fused forward on the current stream.
 
@@ -531,11 +534,17 @@ def fwd_fused(
         scale: run-time float, finite and >= 0.
         cu_seqlens: int32 [num_seqs + 1] on the device, or None for num_seqs sequences of seq_len tokens.
         num_sms: multiprocessors of the device.
-        items, order: int32 [segments, HV, 4] and [2 segments HV] (`cp_plan`), or None for one item a sequence and head.
+        items, order: int32 [segments, HV, 4] and [2 segments HV + 1] (`cp_plan`), or None for one item a sequence and head. With order
+            alone that only if its last element says so, else nothing.
         segment_states: fp32 [segments, HV, V, K] in accumulators' order, read where an item says so (`cp_prep`), or None.
         block_v: with V = 128 and without items, columns of V a block owns, 128 or 64; None: by the number of heads.
+        blocks_an_item: at most, 1 or 2, by `order`.
+        bound: [slots, HV] fp32 (`kkt_solve`), for blocks of 64 columns that find the segment they walk, and its warm-up, themselves; or None.
+        num_segments, segment_chunks, max_warmup, threshold: for these, as for `cp_plan`.
     """
-    if v.shape[2] == HALF or items is not None:
+    if bound is not None:
+        block_v = HALF
+    elif v.shape[2] == HALF or items is not None:
         block_v = v.shape[2]
     elif block_v is None:
         block_v = choose_block_v(num_seqs * v.shape[1], num_sms)
@@ -553,15 +562,19 @@ def fwd_fused(
         nothing if final_state is None else final_state.ravel(),
         no_offsets if cu_seqlens is None else cu_seqlens,
         no_offsets if items is None else items.view(-1),
-        no_offsets if items is None else order,
-        nothing if segment_states is None else segment_states.view(-1),
-        num_seqs if items is None else len(items),
-        NO_ITEMS if items is None else OWN_ITEMS,
+        no_offsets if order is None else order if items is not None else order[-1:],
+        bound.view(-1) if bound is not None else nothing if segment_states is None else segment_states.view(-1),
+        num_segments if bound is not None else num_seqs if items is None else -(-len(items) * blocks_an_item // 2),
+        OWN_SEGMENTS if bound is not None else NO_ITEMS if items is None else OWN_ITEMS,
         0 if cu_seqlens is not None else seq_len,
         math.log2(scale) if scale > 0 else -math.inf,
         int(initial_state is not None),
         int(final_state is not None),
         int(state_v_first),
+        num_seqs,
+        segment_chunks,
+        max_warmup,
+        threshold,
     )
 
 

@@ -295,7 +295,25 @@ static __device__ __forceinline__ QlaChunk qla_find_chunk(const int* cu, int num
 enum QlaPlace { kItem, kSeq, kValueHead, kKeyHead, kRow, kRows, kChunks, kSkip, kSource, kEnds, kHalf, kSlot };
 // Flags of an item and ways to use items; ws.py names the same.
 constexpr int kFromState = 1, kFromSegment = 2, kIdentity = 3, kPrepFromState = 4, kWithTransition = 8, kSplit = 16, kSeqShift = 8;
-enum QlaUse { kNoItems, kOwnItems, kPrepState, kPrepTransition };
+enum QlaUse { kNoItems, kOwnItems, kPrepState, kPrepTransition, kOwnSegments };
+
+// A block's place: chunks [lo, hi) of a sequence that begins in row `begin` and has `length` rows. ends: the state behind the last is wanted.
+static __device__ __forceinline__ int qla_place(int* place, int row, int seq, int head, int ratio, int begin, int length, int lo, int hi, int skip,
+                                                int source, int ends, int half, int slot0) {
+  place[kItem] = row;
+  place[kSeq] = seq;
+  place[kValueHead] = head;
+  place[kKeyHead] = head / ratio;
+  place[kRow] = begin + lo * 64;
+  place[kRows] = min(length, hi * 64) - lo * 64;
+  place[kChunks] = hi - lo;
+  place[kSkip] = skip;
+  place[kSource] = source;
+  place[kEnds] = ends;
+  place[kHalf] = half;
+  place[kSlot] = slot0 + lo;
+  return 0;
+}
 
 // `item` is a row of `items` (start, first, end, flags | sequence << 8: see cp_plan.py) and a value head, without items a sequence and a
 // head, or negative for nothing to do; the head is one of `heads` from head0 on, out of value_heads. The block walks kChunks chunks from row kRow on, kRows rows in all;
@@ -335,17 +353,6 @@ static __device__ __forceinline__ int qla_locate(int* place, const int* items, i
     if (!(it.w & (use == kPrepTransition ? kWithTransition : kFromSegment))) end = -1;
   }
   if (end < 0) hi = lo = skip = ends = source = 0;
-  place[kItem] = row;
-  place[kSeq] = seq;
-  place[kValueHead] = head;
-  place[kKeyHead] = head / ratio;
-  place[kRow] = begin + lo * 64;
-  place[kRows] = min(length, hi * 64) - lo * 64;
-  place[kChunks] = hi - lo;
-  place[kSkip] = skip;
-  place[kSource] = source;
-  place[kEnds] = ends;
-  place[kHalf] = half;
-  place[kSlot] = slot0 + lo;
-  return 0;
+  return qla_place(place, row, seq, head, ratio, begin, length, lo, hi, skip, source, ends, half, slot0);
 }
+

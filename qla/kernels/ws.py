@@ -20,6 +20,7 @@ from qla.kernels.launch import CHUNK, HEAD_DIMS
 from qla.kernels.launch import HALF as HALF
 from qla.kernels.launch import NO_ITEMS as NO_ITEMS
 from qla.kernels.launch import OWN_ITEMS as OWN_ITEMS
+from qla.kernels.launch import OWN_SEGMENTS as OWN_SEGMENTS
 from qla.kernels.launch import PREP_STATE as PREP_STATE
 from qla.kernels.launch import PREP_TRANSITION as PREP_TRANSITION
 
@@ -247,7 +248,8 @@ def compile_kernel(trace: Callable[[], Any], pass_configs: Mapping[tilelang.Pass
 
 
 @functools.cache
-def device_source(kernel_file: str) -> str:
-    """CUDA C++ that TileLang has no words for: what the kernel files share, then NAME.cuh beside NAME.py where there is one."""
+def device_source(kernel_file: str, *some_share: str) -> str:
+    """CUDA C++ that TileLang has no words for: what the kernel files share, what some of them do, then NAME.cuh beside NAME.py, if any."""
     own = Path(kernel_file).with_suffix(".cuh")
-    return "\n".join(path.read_text() for path in (Path(__file__).with_suffix(".cuh"), own) if path.exists())
+    files = (Path(__file__).with_suffix(".cuh"), *(own.with_name(name) for name in some_share), own)
+    return "\n".join(path.read_text() for path in files if path.exists())
