@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,8 @@ def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
     def find_items() -> tuple[Tensor, Tensor, Tensor]:
         return cp_plan(
             bound, cu_seqlens, tokens, num_seqs, seq_len, num_segments, plan.chunks_per_segment, plan.split == 2,
-            plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.max_serial_heads, plan.threshold * LOG2E, x.num_sms, x.v.shape[2],
+            plan.inline_warmup, plan.max_warmup, plan.max_transition_heads, plan.max_serial_heads, plan.threshold * LOG2E, x.num_sms,
+            x.v.shape[2],
         )  # fmt: skip
 
     made.calls = {"cp_plan": find_items}
@@ -131,6 +133,7 @@ def _segments(x: _Inputs, g_cum: Tensor, A: Tensor, bound: Tensor) -> _Segments:
 
 def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
     """Each forward kernel alone on the case, in the order of their launch, with what the kernels before it have made."""
+    from qla.autograd import LOG2E
     from qla.kernels.launch import fwd_fused, kkt_solve
 
     x = _inputs(case, plan)
@@ -141,15 +144,27 @@ def kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:
         return kkt_solve(x.k, x.g, x.beta, o, *x.place, x.num_sms, with_bound=x.is_cut)
 
     g_cum, A, bound = solve()
-    made = _segments(x, g_cum, A, bound)
+    made = _segments(x, g_cum, A, bound) if plan.needs_tables else _Segments()
+    recurrence = (x.q, x.k, x.v, g_cum, x.beta, A, o, None, final_state, case.scale, *x.place, False, x.num_sms)
+    own: dict[str, Any] = {}
+    if x.is_cut and not plan.needs_tables:
+        own = {"bound": bound, "num_segments": plan.num_segments(*x.place[1:2], len(x.v), x.place[2]), "max_warmup": plan.max_warmup}
+        own |= {"segment_chunks": plan.chunks_per_segment, "threshold": plan.threshold * LOG2E}
 
     def fused() -> None:
         fwd_fused(
-            x.q, x.k, x.v, g_cum, x.beta, A, o, None, final_state, case.scale, *x.place, False, x.num_sms,
-            items=made.forward, order=made.order, segment_states=made.states, block_v=128 // plan.split if plan.split else None,
+            *recurrence, items=made.forward, order=made.order, segment_states=made.states,
+            block_v=128 // plan.split if plan.split else None, blocks_an_item=plan.blocks_an_item, **own,
         )  # fmt: skip
 
-    return {"kkt_solve": solve, **made.calls, "fwd_fused": fused}
+    def whole() -> None:
+        fwd_fused(*recurrence, order=made.order, block_v=128 // plan.whole_split if plan.whole_split else None)
+
+    calls: Calls = {"kkt_solve": solve, **made.calls, "fwd_fused": fused}
+    if plan.may_stay_whole and made.order is not None:
+        busy, spare = (whole, fused) if bool(made.order[-1]) else (fused, whole)
+        calls |= {"fwd_fused": busy, "fwd_spare": spare}
+    return calls
 
 
 def backward_kernel_calls(case: Case, plan: Plan = WHOLE) -> Calls:

@@ -332,9 +332,9 @@ def plan(problem: Problem, device: DeviceSpec, coefficients: Coefficients | None
     two chunks or more with V in one block or in two) the cuts with the least predicted forward times for fast gates, with a warm-up of one
     chunk, are looked at more closely: with cp_prep and cp_merge, without them, and without them but so that the device may leave the
     sequences whole. A cut has to gain 3 % over uncut with fast gates. With a quarter, a half or all of the heads slow it may cost at most
-    1 % more than uncut, 1.5 us, and a tenth of what it gains with fast ones. Of those that keep to this, it is the one that takes least with
-    fast gates and SLOW_WEIGHT times the mean of the three slow ones; if none does, the sequences stay whole. The backward pass is cut as
-    well if it gains 3 % and costs at most 1 % with slow heads.
+    1 % more than uncut, 1.5 us, and a tenth of what it gains with fast ones. Of those that keep to this, it is the one that takes least
+    with fast gates and SLOW_WEIGHT times the mean of the three slow ones; if none does, the sequences stay whole. The backward pass is
+    cut as well if it gains 3 % and costs at most 1 % with slow heads.
     When the host does not know the lengths, they may be equal, or one sequence may hold all tokens: then it is the plan whose worst ratio
     to the best one for each of the two is least, and with slow heads it may cost 25 % more than uncut for either.
     """

@@ -158,7 +158,9 @@ def launch_forward(
             q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms
         )  # fmt: skip
         block_v = max(64, v.shape[2] // plan.split) if plan.split else None
-        launch.fwd_fused(*recurrence, items=items, order=order, segment_states=starts, block_v=block_v, blocks_an_item=plan.blocks_an_item, **own)
+        launch.fwd_fused(
+            *recurrence, items=items, order=order, segment_states=starts, block_v=block_v, blocks_an_item=plan.blocks_an_item, **own
+        )
         if plan.may_stay_whole:
             launch.fwd_fused(*recurrence, order=order, block_v=max(64, v.shape[2] // plan.whole_split) if plan.whole_split else None)
     return Forward(g_cum, A, o, final_state, cut, bound if is_cut else None)

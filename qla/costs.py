@@ -365,8 +365,8 @@ def whole_split(items: int, num_sms: int) -> int:
 class _Work:
     """What a call with a plan does: blocks of the recurrences and of cp_prep, and what the small kernels count.
 
-    num_sms: of the card. chunks: of all sequences. cut: whether sequences are cut, tables: and items come from cp_plan, stays_whole: which leaves
-        them whole. segment_heads: segment numbers times value heads.
+    num_sms: of the card. chunks: of all sequences. cut: whether sequences are cut, tables: and items come from cp_plan, stays_whole:
+        which leaves them whole. segment_heads: segment numbers times value heads.
     whole_heads: sequences times value heads.
     walk_runs: of the fused kernel; the scans take the same items. prep_runs: of cp_prep. reverse_runs: of cp_prep_gradients.
     transitions: whether the plan lets any pair take them. steps: of cp_merge, for each pair that does. pairs: such pairs.
@@ -514,7 +514,8 @@ def _work(sequences: Sequences, value_heads: int, num_segments: int, num_sms: in
             else:
                 runs[name] += added * count
 
-    looked = plan.max_warmup if stays_whole else min(plan.max_warmup, max((warmup for _, _, classes in groups for _, warmup, _ in classes), default=0))
+    longest = max((warmup for _, _, classes in groups for _, warmup, _ in classes), default=0)
+    looked = plan.max_warmup if stays_whole else min(plan.max_warmup, longest)
     grows = slow > 0 and plan.max_transition_heads > 0
     return _Work(
         num_sms,

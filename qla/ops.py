@@ -73,8 +73,9 @@ def _call(
     output_final_state: bool = False,
 ) -> Call:
     if plan:
-        *first, whole_backward, max_serial_heads, whole_split = plan
-        fixed = Plan(*first, threshold, bool(whole_backward), max_serial_heads, whole_split)
+        length, split, inline_warmup, max_warmup, max_transition_heads, whole_backward, max_serial_heads, whole_split = plan
+        rule = (length, split, inline_warmup, max_warmup, max_transition_heads, threshold, bool(whole_backward))
+        fixed = Plan(*rule, max_serial_heads, whole_split)
     else:
         fixed = choose_plan(k.shape[1], v.shape[1], v.shape[2], num_seqs, len(v), seq_len, None, v.device)
     return Call(num_seqs, seq_len, scale, state_v_first, output_final_state, fixed)

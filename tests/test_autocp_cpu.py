@@ -114,8 +114,9 @@ def test_a_cut_walks_every_chunk_and_its_warmups(lengths, limit, split, warmup):
     counted = costs.features("fwd_fused", problem, 1, Plan(limit, split, 3, 3, 0), Gates(warmup))
     cuts = [cut for length in lengths for cut in segments(-(-length // CHUNK), limit)]
     chunks = sum(end - first + min(first, warmup) for first, end in cuts)
-    assert counted[costs.CUT_CHUNK[split]] == counted[f"crowding_{split}"] == chunks * 3 * split
-    assert counted["chunk_2"] == 0
+    of_split = {1: "chunk_1", 2: "chunk_2"}[split]  # blocks that find their halves themselves are those of whole sequences
+    assert counted[of_split] == counted[f"crowding_{split}"] == chunks * 3 * split
+    assert counted["chunk_half"] == 0
     assert counted["block"] == len(cuts) * 3 * split
     assert counted["leave"] == 2 * 3 * Plan(limit, 1, 0, 0, 0).num_segments(len(lengths), sum(lengths), 0) - counted["block"]
 
@@ -138,6 +139,36 @@ def test_slow_heads_are_served_as_the_plan_says():
     assert costs.features("cp_prep", problem, 132, Plan(32, 1, 2, 32, 0), slow)["chunk_2"] == 32
     prepared = costs.features("cp_prep", problem, 132, serial, Gates(3))
     assert prepared["crowding"] * 132 == pytest.approx(4 * 3 * 3)
+
+
+def test_blocks_that_find_their_segments_are_those_of_whole_sequences():
+    """Slow heads of theirs are walked as in an uncut call, by two blocks each however many they are."""
+    problem, slow = batch_of(1, 4, 1, 64 * 64), Gates(slow=1.0)
+    own, listed = Plan(16, 2, 4, 4, 0), Plan(16, 2, 2, 4, 0)
+    assert not own.needs_tables and listed.needs_tables
+    assert costs.features("fwd_fused", problem, 132, own)["chunk_2"] == 17
+    assert costs.features("fwd_fused", problem, 132, listed)["chunk_half"] == 17
+    for num_sms in (132, 4):
+        counted, whole = (costs.features("fwd_fused", problem, num_sms, plan, slow) for plan in (own, Plan(0, 2, 0, 0, 0)))
+        assert counted | {"leave": 0.0} == whole
+
+
+def test_a_cut_that_the_device_may_undo():
+    problem = batch_of(2, 8, 1, 64 * 64)
+    cut = Plan(16, 1, 4, 4, 0, max_serial_heads=3, whole_split=2)
+    assert cut.may_stay_whole and cut.needs_tables and cut.blocks_an_item == 2
+    some, many = Gates(slow=3 / 8), Gates(slow=0.5)
+    assert costs.features("fwd_fused", problem, 132, cut, some)["chunk_half"] == 64
+    assert costs.features("fwd_spare", problem, 132, cut, some) == {"base": 1, "leave": 16 / 132}, "the blocks of whole sequences"
+    counted, whole = (costs.features("fwd_fused", problem, 132, plan, many) for plan in (cut, Plan(0, 2, 0, 0, 0)))
+    assert counted == whole and counted["chunk_2"] == 64
+    assert costs.features("fwd_spare", problem, 132, cut, many) == {"base": 1, "leave": 2 * 4 * 8 / 132}
+    all_or_none = replace(cut, max_serial_heads=0)
+    assert all_or_none.blocks_an_item == 1
+    assert costs.features("fwd_spare", problem, 132, all_or_none, many)["leave"] == 4 * 8 / 132
+    # The scans of the backward pass take all pairs as serial.
+    scans = costs.features("scan_states", problem, 132, cut, many)
+    assert scans["chunk_2"] == 64
 
 
 @hypothesis.given(heads=HEADS, lengths=LENGTHS, plan=PLANS, gates=GATES, backward=st.booleans())
@@ -166,10 +197,12 @@ def same_split(a, b):
 def test_kernels_of_a_call():
     problem, cut = batch_of(2, 8, 1, 32768), Plan(32, 1, 1, 8, 8)
     lean, prepared = replace(cut, max_warmup=1, max_transition_heads=0), replace(cut, max_transition_heads=0)
+    own = replace(lean, split=2)
     before, scans = ["cp_prep", "cp_merge", "cp_prep_gradients", "cp_merge_gradients"], ["scan_states", "scan_state_gradients", "bwd_fused"]
     for backward, kernels in (
-        (False, {WHOLE: [], lean: ["cp_plan"], prepared: ["cp_plan", "cp_prep"], cut: ["cp_plan", "cp_prep", "cp_merge"]}),
-        (True, {WHOLE: [], lean: [], prepared: [], cut: before[2:]}),  # states and transitions of so few segments are kept
+        (False, {WHOLE: [], lean: ["cp_plan"], prepared: ["cp_plan", "cp_prep"], cut: ["cp_plan", "cp_prep", "cp_merge"], own: []}),
+        # States and transitions of so few segments are kept, and tables, where the forward pass has any.
+        (True, {WHOLE: [], lean: [], prepared: [], cut: before[2:], own: ["cp_plan"]}),
     ):
         for of_plan, added in kernels.items():
             expected = [*added, *scans] if backward else ["kkt_solve", *added, "fwd_fused"]
@@ -179,7 +212,8 @@ def test_kernels_of_a_call():
     assert costs.launches(cut, backward=True) == [*before, *scans]
     short = replace(cut, chunks_per_segment=2)
     assert list(predict(problem, 132, short, backward=True).us) == [*before, *scans, "beside", "launch"]
-    assert {*before, *scans, "kkt_solve", "cp_plan", "fwd_fused", "launch"} == set(costs.FEATURES)
+    assert costs.launches(replace(lean, max_serial_heads=0), backward=False) == ["kkt_solve", "cp_plan", "fwd_fused", "fwd_spare"]
+    assert {*before, *scans, "kkt_solve", "cp_plan", "fwd_fused", "fwd_spare", "launch"} == set(costs.FEATURES)
     whole = predict(problem, 132, WHOLE)
     for kernel, time in whole.us.items():
         assert time == pytest.approx(Coefficients.load().time(kernel, costs.features(kernel, problem, 132, WHOLE)))
@@ -233,9 +267,10 @@ def check_plan(problem: Problem) -> Plan:
     backward = us(problem, WHOLE, FAST, True)
     if known:
         assert us(problem, made, FAST, True) <= (1 if made.whole_backward else 0.97) * backward + 1e-6
+    gain = whole - us(problem, made)
     for share in autocp.SLOW_SHARES:
         allowed = 1.01 if known else 1.25
-        assert us(problem, made, Gates(slow=share)) <= allowed * whole + 1e-6
+        assert us(problem, made, Gates(slow=share)) <= allowed * whole + 1.5 + 0.1 * max(gain, 0) + 1e-6
         assert us(problem, made, Gates(slow=share), True) <= allowed * backward + 1e-6
     return made
 
@@ -275,7 +310,7 @@ def test_a_thousand_ragged_sequences():
 @pytest.mark.parametrize("num_sms", [1, 2, 78, 132])
 def test_other_cards(num_sms):
     made = plan(batch_of(1, 1, 1, 65536), DeviceSpec(0, (9, 0), num_sms))
-    assert (made == WHOLE) == (num_sms <= 2)
+    assert (made == WHOLE) == (num_sms == 1)
 
 
 @pytest.mark.parametrize("value_heads, seq_len", [(8, 32768), (8, 8192), (32, 32768), (1, 65536)])

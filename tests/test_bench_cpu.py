@@ -494,6 +494,7 @@ def run_once(start) -> timing.Runnable:
 CUTS = {
     "uncut": (WHOLE, [], []),
     "lean": (Plan(1, 1, 1, 1, 0), ["cp_plan"], []),
+    "own segments": (Plan(1, 2, 1, 1, 0), [], ["cp_plan"]),
     "prepared": (Plan(1, 1, 0, 1, 0), ["cp_plan", "cp_prep"], ["cp_prep"]),
     "transitions": (
         Plan(1, 2, 1, 1, 2),
@@ -529,7 +530,8 @@ def test_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch, capsys):
     assert q.shape == k.shape == (len(v), 1, 128) and A.shape == (len(v), 2, 64) and g_cum.shape == beta.shape == (len(v), 2)
     assert o.shape == v.shape and h0 is None and ht.shape == (place[0], 2, 128, 128) and rest == [*place, False, 132]
     assert (None if cu_seqlens is None else cu_seqlens.dtype) == (torch.int32 if packed else None)
-    assert (kwargs["items"] is None) == (kwargs["order"] is None) == (plan == WHOLE)
+    assert (kwargs["items"] is None) == (kwargs["order"] is None) == (not plan.chunks_per_segment or not plan.needs_tables)
+    assert ("bound" in kwargs) == (cut == "own segments")
     assert (kwargs["segment_states"] is None) == (not plan.needs_states)
     assert ("us_per_chunk" in lines[-1]) == ("prototype 1.3" in said) == (plan == WHOLE)
     if plan == WHOLE:
@@ -538,6 +540,21 @@ def test_kernels_are_timed_apart(cut, lengths, tmp_path, monkeypatch, capsys):
         *_, items, states, transitions = fake.of("prepare_states")[0]
         assert items is kwargs["items"] and states is kwargs["segment_states"] and states.shape == (3, 2, 128, 128)
         assert (transitions is None) == (plan.max_transition_heads == 0)
+
+
+@pytest.mark.parametrize("stays_whole", [0, 1])
+def test_the_launch_without_work_is_timed_apart(stays_whole, tmp_path, monkeypatch):
+    """Of a cut that the device may undo there are two launches of the fused kernel; which of them has the work is cp_plan's answer."""
+    plan = Plan(1, 1, 1, 1, 0, max_serial_heads=0, whole_split=2)
+    fake = FakeKernels(monkeypatch, plan)
+    fake.items[1][-1] = stays_whole
+    calls = kernels.kernel_calls(make_case(Shape(1, 2, "128"), "fast", "cpu"), plan)
+    assert list(calls) == costs.launches(plan, backward=False) == ["kkt_solve", "cp_plan", "fwd_fused", "fwd_spare"]
+    for name, whole in (("fwd_fused", stays_whole), ("fwd_spare", not stays_whole)):
+        calls[name]()
+        _, kwargs = fake.of("fwd_fused")
+        assert kwargs.get("items") is (None if whole else fake.items[0][0]) and kwargs["order"] is fake.items[1]
+        assert kwargs["block_v"] == (64 if whole else 128)
 
 
 @pytest.mark.parametrize("lengths", ["70+64", "64"])

@@ -89,7 +89,11 @@ def test_nothing_is_launched_without_tokens(rng, kernels):  # noqa: F811
     assert_bitwise_equal(state, start)
 
 
-@pytest.mark.parametrize("plan", [[], [1, 2, 0, 1, 8, 0], [1, 2, 0, 1, 8, 1]], ids=["own", "cut", "whole backward"])
+@pytest.mark.parametrize(
+    "plan",
+    [[], [1, 2, 0, 1, 8, 0, 2**31 - 1, 0], [1, 2, 0, 1, 8, 1, 2**31 - 1, 0], [1, 1, 1, 1, 0, 0, 0, 2]],
+    ids=["own", "cut", "whole backward", "way back"],
+)
 @pytest.mark.parametrize("with_state", [False, True])
 def test_operators_keep_their_contract(rng, plan, with_state):
     """torch.library.opcheck: schema, fake results, autograd registration, tracing with dynamic shapes."""

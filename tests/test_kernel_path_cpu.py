@@ -520,7 +520,8 @@ class TestCutCalls:
             assert_bitwise_equal(a, b)
         gradients = plan.max_transition_heads > 0
         tables = [] if plan.needs_tables else ["cp_plan"]
-        before = [*tables, *["prepare_state_gradients"] * gradients, *["prepare_states"] * plan.needs_states, *[("cp_merge", True)] * gradients]
+        before = [*tables, *["prepare_state_gradients"] * gradients, *["prepare_states"] * plan.needs_states]
+        before += [("cp_merge", True)] * gradients
         assert kernels.launches == [*before, of_slices[0], *[("cp_merge", False)] * gradients, *of_slices[1:]]
 
         forward, reverse, _ = kernels.made["cp_plan"]

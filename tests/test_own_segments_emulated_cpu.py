@@ -27,8 +27,9 @@ static int most_of(int x) {
 static bool __any_sync(unsigned, bool x) { return most_of(x) > 0; }
 static int __reduce_max_sync(unsigned, int x) { return most_of(x); }
 """
-CALL = """qla_locate_segment((int*)arguments[0] + blockIdx.x * 12, (const float*)arguments[1], (const int*)arguments[2], number(3), number(4), number(5),
-    blockIdx.x / number(6), blockIdx.x % number(6), number(6), number(7), number(8), number(9), *(float*)arguments[10], number(11), threadIdx.x)"""
+CALL = """qla_locate_segment((int*)arguments[0] + blockIdx.x * 12, (const float*)arguments[1], (const int*)arguments[2],
+    number(3), number(4), number(5), blockIdx.x / number(6), blockIdx.x % number(6), number(6), number(7),
+    number(8), number(9), *(float*)arguments[10], number(11), threadIdx.x)"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def locate(tmp_path_factory):
     source = tmp_path_factory.mktemp("emulated") / "locate.cpp"
     source.write_text("\n".join([PRELUDE, VOTES, *used, place, *device, driver]))
     library = source.with_suffix(".so")
-    done = subprocess.run([COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", str(source), "-o", str(library)], capture_output=True, text=True)
+    command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return ctypes.CDLL(str(library)).launch
 
@@ -75,7 +77,8 @@ def test_blocks_find_their_segments(length_of_segment, seed, packed, with_state,
     threshold = plan.threshold / math.log(2)
     integers = (len(lengths), seq_len, tokens, heads, ratio, plan.chunks_per_segment, plan.max_warmup)
     kept = [*map(ctypes.c_int32, integers), ctypes.c_float(threshold), ctypes.c_int32(with_state)]
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (places, slots, cu)] + [ctypes.cast(ctypes.pointer(x), ctypes.c_void_p) for x in kept]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (places, slots, cu)]
+    pointers += [ctypes.cast(ctypes.pointer(x), ctypes.c_void_p) for x in kept]
     locate((ctypes.c_void_p * len(pointers))(*pointers), number * heads, 1, 1, 32)
 
     def reach(sums):

@@ -196,7 +196,7 @@ function = launch.launcher({CHEAP!r})
 try:
     function(1)
 except Exception as error:
-    assert "num_args should be 15" in str(error), error
+    assert "num_args should be 16" in str(error), error
 else:
     raise AssertionError("a call with one argument")"""
 NO_TILELANG = "import sys\nassert 'tilelang' not in sys.modules and 'tvm' not in sys.modules"

@@ -10,8 +10,8 @@ one of three ways, the same for all segments of a (sequence, value head), both d
     serial       the first item walks the whole sequence, the others have nothing to do
 A (sequence, head) is slow if a segment's warm-up would be longer than max_warmup in either direction. Of slow ones, those whose
 transition may grow (bounds above 1 that multiply to more than 2 within an eighth of a segment) are serial. The others take the
-transition if they are max_transition_heads at most, else they are serial too. With more than max_serial_heads serial ones all are serial, and
-left to a launch of `fwd_fused` without items: its sequences stay whole.
+transition if they are max_transition_heads at most, else they are serial too. With more than max_serial_heads serial ones all are serial,
+and left to a launch of `fwd_fused` without items: the sequences stay whole.
 
 Shapes   bound [slots, HV] fp32 (`kkt_solve`); cu [S + 1] int32; forward, reverse [segments, HV, 4], order [2 segments HV + 1], ways [S, HV]
          int32. S, HV, lengths and the rule are run-time values. Segments of packed sequence n have the numbers from

@@ -7,13 +7,16 @@ units; gamma = 2^g; L the last token; s the scale; A the gated inverse of ``kkt_
     U  = K S                          W  = diag(beta) V - diag(beta gamma) U            Vd = A W
     P  = s Lower(Gamma * Q K^T)       O  = s diag(gamma) Q S + P Vd                     S' = gamma_L S + K^T diag(gamma_L/gamma) Vd
 
-Without items a block has a whole sequence, all of V or half of it (block_v). With items (``cp_plan``; block_v = V) it has one of
+Without items a block has a whole sequence, all of V or half of it (block_v); in a call that ``cp_plan`` may leave whole, only if it did.
+With OWN_SEGMENTS (block_v = 64) it finds its segment, and the warm-up before it, from the bounds of the chunks: as ``cp_plan`` does where
+no transition is allowed, but each head of a sequence for itself. With items (``cp_plan``; block_v = V) it has one of
 those that Order lists: its state starts from zero, from the sequence's initial state or from Segments, its first `skip` chunks only warm
 the state up (their O is not stored), and it stores the final state if it walks to the sequence's end. With V = 128 an item may be split:
 two blocks take half of V each, and in each the warpgroup of the other half leaves. Blocks past the last item have no chunks.
 
 Shapes   Q, K [N, H, K], V, O [N, HV, V], A [N, HV, 64] 16-bit; G (cumulative gate), Beta [N, HV] fp32; states fp32 [S, HV, K, V].
-         Items [segments, HV, 4], Order [2 segments HV] int32 (``cp_plan``); Segments [segments, HV, V K] fp32, in accumulators' order.
+         Items [segments, HV, 4], Order [2 segments HV + 1] int32 (``cp_plan``), of which a launch without items has the last element or
+         none; Segments [segments, HV, V K] fp32, in accumulators' order, or with OWN_SEGMENTS bounds [slots, HV] (``kkt_solve``).
          K (64 or 128) is fixed at compile time. N tokens, H and HV heads, sequences, segments, scale, initial/final state, their layout
          and, with block_v = 64, V (64 or 128): run-time values.
 Roles    (registers a thread; block_v = 128 | 64)

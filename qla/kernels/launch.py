@@ -520,7 +520,8 @@ def cp_merge(segment_states, transitions, items, cu_seqlens, tokens, num_seqs, s
 
 def fwd_fused(
     q, k, v, g_cum, beta, A, o, initial_state, final_state, scale, cu_seqlens, num_seqs, seq_len, state_v_first, num_sms,
-    items=None, order=None, segment_states=None, block_v=None, blocks_an_item=2, bound=None, num_segments=0, segment_chunks=1, max_warmup=0, threshold=0.0,
+    items=None, order=None, segment_states=None, block_v=None, blocks_an_item=2,
+    bound=None, num_segments=0, segment_chunks=1, max_warmup=0, threshold=0.0,
 ) -> None:  # fmt: skip
     """Launch the fused forward on the current stream.
 
@@ -539,7 +540,8 @@ def fwd_fused(
         segment_states: fp32 [segments, HV, V, K] in accumulators' order, read where an item says so (`cp_prep`), or None.
         block_v: with V = 128 and without items, columns of V a block owns, 128 or 64; None: by the number of heads.
         blocks_an_item: at most, 1 or 2, by `order`.
-        bound: [slots, HV] fp32 (`kkt_solve`), for blocks of 64 columns that find the segment they walk, and its warm-up, themselves; or None.
+        bound: [slots, HV] fp32 (`kkt_solve`), for blocks of 64 columns that find the segment they walk, and its warm-up, themselves;
+            or None.
         num_segments, segment_chunks, max_warmup, threshold: for these, as for `cp_plan`.
     """
     if bound is not None:
