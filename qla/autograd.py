@@ -257,7 +257,8 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     Saved, in this order: q, k, v, g_cum, beta, A, initial_state, cu_seqlens, items. A token takes 136 + 2 V bytes a value head (v 2 V,
     A 128, g_cum and beta 4 each) and 4 K a key head (q, k); of these, A and g_cum are not the caller's own. Where sequences are cut, a
-    segment takes 32 bytes a value head: both passes go by the same items, unless the plan leaves the backward pass whole. What segments
+    segment takes 32 bytes a value head: both passes go by the same items, unless the plan leaves the backward pass whole. Where the
+    forward pass needs no items, a chunk takes 4 bytes a value head instead, its bound, of which the backward pass makes them. What segments
     start from, 4 K V bytes of states and as many as 4 K^2 of transitions for each segment and value head, is kept as well while it is at
     most a quarter of the rest. All other states are computed again.
     """

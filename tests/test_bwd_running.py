@@ -101,13 +101,15 @@ def test_nothing_is_kept_when_nothing_is_asked_for(rng):
 @NEEDS_CUDA
 @pytest.mark.parametrize("heads", [(4, 4), (4, 16)], ids=str)
 def test_saved_bytes(heads, rng):
-    """Between forward and backward a token keeps q, k, v and A in 16 bits, g_cum and beta in fp32; the sequences their initial states."""
+    """Between forward and backward a token keeps q, k, v and A in 16 bits, g_cum and beta in fp32; the sequences their initial
+    states. Of a cut call a chunk keeps at most its bound."""
     tokens, (h, hv) = 4096, heads
     x = leaves_of(make_inputs(rng, [tokens - 1000, 1000], heads))
     losses = make_losses(rng, x)
     collect(x, x.run(), losses)
     given = sum(t.numel() * t.element_size() for t in (*x.tensors, x.h0))
     stated = tokens * (2 * (2 * h * 128 + hv * 128 + hv * 64) + 4 * 2 * hv) + 4 * x.h0.numel()
+    bounds = 4 * hv * (tokens // 64 + 3)
     storages: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -121,9 +123,9 @@ def test_saved_bytes(heads, rng):
         results = x.run()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    assert sum(storages.values()) <= stated, f"saved {sum(storages.values())} bytes, stated are {stated}"
+    assert sum(storages.values()) <= stated + bounds, f"saved {sum(storages.values())} bytes, stated are {stated} and {bounds}"
     # Of these the inputs were there already (q, k, v, beta, h0): new are g_cum, A and the results.
-    new = tokens * hv * (4 + 2 * 64) + sum(t.numel() * t.element_size() for t in results)
+    new = tokens * hv * (4 + 2 * 64) + bounds + sum(t.numel() * t.element_size() for t in results)
     assert held <= new + 8192, f"{held} bytes are held, {new} are stated ({given} are the inputs)"  # 512-byte blocks, offsets
     grads = collect(x, results, losses)
     del results
